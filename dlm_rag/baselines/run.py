@@ -121,6 +121,8 @@ class ChatClient:
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if is_chat else choice["text"]
+            if text is None and choice.get("finish_reason") == "length":  # all that it wrote were thoughts
+                text = ""
         except (LookupError, TypeError):
             text = None
         if not isinstance(text, str):

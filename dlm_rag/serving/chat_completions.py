@@ -168,13 +168,12 @@ class ChatParser:
     def _resolve_settings(self, asked: _Chat) -> DecodeConfig:
         """Returns the settings of a request, on top of the server's."""
         own, limit = self._own, self._own.max_new_tokens or 0
-        given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        sent = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        given = {name: value for name, value in sent.items() if value is not None}  # null: not sent
         for name, value in given.items():  # a client must not choose what code the server imports
             table = get_field_metadata(_SETTINGS[name], "table")
             if table and ":" in str(value) and value != getattr(own, name):
                 raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
-            if value is None:  # which OpenAI's clients send for the default
-                given[name] = _SETTINGS[name].default
         if (mode := given.get("mode") or own.mode) != own.mode:
             idle = find_idle_settings("decode", own, {"decode.mode": mode})
             own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})

@@ -57,12 +57,13 @@ class Tokenizer:
 
     Text of users and corpora is always plain text: a passage that holds "<|im_end|>" cannot end a
     turn, and one that holds the mask's name holds no mask. vocabulary: how many ids the denoiser
-    has; a text that has others is refused, None for no such bound. Raises `CheckpointError`.
+    has; a text that has others is refused, None for no such bound. thinks: False asks a chat template
+    for a turn without thoughts. Raises `CheckpointError`.
     """
 
     def __init__(
         self, inner: PreTrainedTokenizerBase, mask_id: int, template: prompts.PromptTemplate | None = None,
-        end_ids: tuple[int, ...] = (), vocabulary: int | None = None,
+        end_ids: tuple[int, ...] = (), vocabulary: int | None = None, thinks: bool = True,
     ) -> None:  # fmt: skip
         self.inner, self.mask_id, self._vocabulary = inner, mask_id, vocabulary
         self.template = template or prompts.PromptTemplate()
@@ -71,9 +72,10 @@ class Tokenizer:
             raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
-        prefix, suffix = (
-            prompts.render_chat_affixes(inner) if self.template.chat else (inner.bos_token or "", "")
-        )
+        prefix, suffix = inner.bos_token or "", ""
+        if self.template.chat:
+            how = {} if thinks else {"enable_thinking": False}
+            prefix, suffix = prompts.render_chat_affixes(inner, **how)
         try:
             encode = partial(inner.encode, add_special_tokens=False)
             self._prefix = self._encode_checked(encode, prefix)
@@ -126,7 +128,8 @@ class Tokenizer:
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
             log.warning("%s has no chat template: prompts are plain text", checkpoint.folder)
         mask_id = add_mask_token(inner) if config.mask_token_id is None else config.mask_token_id
-        return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size)
+        thinks = checkpoint.raw_config["model_type"] not in ("qwen3", "a2d-qwen3")  # as A2D is published
+        return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size, thinks)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids, clean_up_tokenization_spaces=False))

@@ -153,7 +153,7 @@ TEMPLATE_DATE = datetime(2024, 7, 26)
 _MESSAGE = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
 
 
-def render_chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def render_chat_affixes(tokenizer: PreTrainedTokenizerBase, **variables: Any) -> tuple[str, str]:
     """What the chat template writes before and after a user's message. Raises `CheckpointError`."""
     if not tokenizer.chat_template:
         return tokenizer.bos_token or "", ""
@@ -162,6 +162,7 @@ def render_chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     with translate_failures(CheckpointError, "the chat template cannot be rendered"), _limit_rendering():
         text = _compile_jinja_template(tokenizer.get_chat_template()).render(
             **tokenizer.special_tokens_map,
+            **variables,
             messages=[{"role": "user", "content": _MESSAGE}],
             tools=None,
             documents=None,

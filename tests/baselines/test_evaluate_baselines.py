@@ -111,6 +111,18 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
 
 
 @pytest.mark.slow
+def test_a_reply_that_was_cut_while_it_thought_is_one_without_text(run, server):
+    """As vLLM's parsers of reasoning give it; the probe before the first question gets it, too."""
+    choice = {"message": {"content": None, "reasoning_content": "Hm"}, "finish_reason": "length"}
+    reply = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 16}}
+    server.say(["", [{"raw": json.dumps(reply)}]])
+    code, shown, record = run()
+    assert code == 0 and "failed" not in shown
+    found = record["settings"]["static bm25"]["groups"]["all"]
+    assert (found["exact_match"]["mean"], found["cut_replies"]["mean"]) == (0, 1)
+
+
+@pytest.mark.slow
 def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server, monkeypatch):
     monkeypatch.setattr(baselines_run, "ATTEMPTS", 4)
     busy = [{"status": 429, "text": "slow down"}, {"raw": ""}, {"raw": '{"choi'}, "### x"]

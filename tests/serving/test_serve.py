@@ -190,6 +190,14 @@ def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
             assert "".join(parts) == whole["message"]["content"]
 
 
+def test_null_is_a_setting_that_is_not_sent(make_decoder_of):
+    with serve_decoder(make_decoder_of("masked", temperature=1.0, seed=5, max_new_tokens=12)) as service:
+        names = ("temperature", "seed", "max_new_tokens", "commit_threshold")
+        bodies = chat_body(), chat_body(**dict.fromkeys(names)), chat_body(seed=6)
+        texts = [send_request(service, body).json()["choices"][0]["message"]["content"] for body in bodies]
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     first_is_fast([("masked", {"commit_threshold": 0.9}), ("causal", {}), ("uniform", {})]),

@@ -51,6 +51,15 @@ def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, 
     assert "Who <wrote> “Emma”?".join(render_chat_affixes(inner)) == whole
 
 
+def test_qwen3_is_asked_for_no_thoughts():
+    """As Tiny-A2D is published; a canvas holds an answer, and hardly thoughts before it."""
+    inner = with_template(
+        "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    assert render_chat_affixes(inner) == ("", "")
+    assert render_chat_affixes(inner, enable_thinking=False) == ("", "<think></think>")
+
+
 def test_every_day_is_the_same_day():
     inner = with_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
     assert render_chat_affixes(inner) == ("26 Jul 2024", "")
