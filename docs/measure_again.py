@@ -57,7 +57,8 @@ def list_changes(command: str, then: dict[str, Any], root: Path = ROOT) -> list[
         changes += [f"{name} is new" for name in names if name not in then["files"]]
     if not changes and then["settings"]:  # these are looked up with the files as they are
         for name, settings in resolve_settings(command).items():
-            old = then["settings"].get(name, {})
+            stored = then["settings"]  # where one setting is run, it has no name yet
+            old = stored.get(name, {}) if name else next(iter(stored.values()))
             for key in sorted(old.keys() & settings):
                 if old[key] != settings[key]:
                     changes.append(f"{key} of '{name}' was {old[key]}, and is {settings[key]}")

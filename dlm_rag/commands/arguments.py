@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from dlm_rag.cli import CommandParser, parse_int, print_note
-from dlm_rag.config import Config, dump_config, list_setting_fields, load_config
-from dlm_rag.config.fields import get_field_metadata, list_choices
+from dlm_rag.config import Config, RetrievalConfig, dump_config, list_setting_fields, load_config
+from dlm_rag.config.fields import fill_unset, get_field_metadata, list_choices
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import READER, SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
+from dlm_rag.retrieval import read_retrieval_settings
 
 # What programs that answer questions read; sections stand for all of their keys.
 ANSWER_SETTINGS = (
@@ -49,6 +50,11 @@ class CommandLine:
     def with_settings(self, settings: list[str]) -> "CommandLine":
         """The command line with these settings in place of its own; raises `ConfigError`."""
         return replace(self, settings=settings, config=load_config(self.file, settings))
+
+    def fill_retrieval(self) -> RetrievalConfig:
+        """The settings of retrieval, those of a model that a word or a flag names among them."""
+        named = [word.partition("=")[2] for word in self.settings if word.startswith("model.path=")]
+        return fill_unset(self.config.retrieval, read_retrieval_settings(named[-1]) if named else {})
 
     def announce_reader(self) -> None:
         """Says that the shipped reader answers, where nobody has named it."""

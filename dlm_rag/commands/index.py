@@ -42,12 +42,12 @@ BATCH_TOKENS = 4096  # of passages that are encoded in one call
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
     words = parse_command_line(__doc__ or "", argv, SEARCH_SETTINGS, options={"to": ("", target)})
-    config, url = words.config.retrieval, words.options["to"]
+    config, url = words.fill_retrieval(), words.options["to"]
     if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
     if not url:
         corpus = open_corpus(config.corpus, config.index_dir)
-        load_retriever(config, corpus, words.config.model.path)
+        load_retriever(config, corpus)
         print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
         return
     from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus

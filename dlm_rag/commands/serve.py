@@ -170,7 +170,7 @@ def retrieve_server(argv: list[str]) -> None:
     Needs `pip install 'dlm_rag[serve]'`.
     """
     words = parse_command_line(retrieve_server.__doc__ or "", argv, SEARCH_SETTINGS, options=SERVE_OPTIONS)
-    config = words.config.retrieval
+    config = words.fill_retrieval()
     try:
         from dlm_rag.serving import http_server
     except ModuleNotFoundError as error:
@@ -179,7 +179,7 @@ def retrieve_server(argv: list[str]) -> None:
         raise ConfigError("a corpus is searched: give --corpus FILE, and neither a URL nor method=none")
     with bind_socket(words.options["host"], words.options["port"]) as sock:
         corpus = open_corpus(config.corpus, config.index_dir)
-        retriever = load_retriever(config, corpus, words.config.model.path)
+        retriever = load_retriever(config, corpus)
         access = http_server.AccessControl(words.options["host"])
         service = http_server.SearchService(retriever, config, access)
         show_status()

@@ -86,11 +86,8 @@ class CheckedSettings:
             if not from_tree and named.keys() >= defaults.keys():  # a copy of `dataclasses.replace`
                 named = {name for name in defaults if named[name] != defaults[name]}
             # None among names is no value of its own: it unsets what a file says.
-            tabled = {
-                item.name
-                for item in dataclasses.fields(cls)
-                if get_field_metadata(item, "table") or get_field_metadata(item, "choices")
-            }
+            items = dataclasses.fields(cls)
+            tabled = {i.name for i in items if any(get_field_metadata(i, n) for n in ("table", "choices"))}
             made.__dict__["given"] = frozenset(
                 n for n in named if not (n in tabled and getattr(made, n) is None)
             )

@@ -74,7 +74,7 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
     names, pronoun = find_names(question), _PRONOUN.search(question)
     named_at = question.find(names[0].split()[0]) if names else len(question)
     if pronoun and pronoun.start() < named_at:  # else it stands for what the question itself names
-        word, rest = pronoun[0].casefold().replace("ı", "i"), question[pronoun.end() :]
+        word, rest = pronoun[0].casefold().translate(_DOTS), question[pronoun.end() :]
         if name := _find_antecedent(before, word):
             owns = word in ("his", "its", "their") or (word == "her" and rest[1:2].isalpha())
             return question[: pronoun.start()] + name + "'s" * owns + rest
@@ -83,6 +83,9 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
         if added := ", ".join(found)[:MAX_NAME_CHARS]:
             return f"{question} ({added})"
     return question
+
+
+_DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` takes for i
 
 
 def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:

@@ -387,14 +387,8 @@ class HttpServer(uvicorn.Server):
         while True:
             now = time.monotonic()
             connections: list[Any] = [*self.server_state.connections]
-            idle = {
-                (each, each.cycle) for each in connections if not each.cycle or each.cycle.response_complete
-            }
-            deaf = {
-                (each, each.transport.get_write_buffer_size())
-                for each in connections
-                if each.flow.write_paused
-            }
+            idle = {(c, c.cycle) for c in connections if not c.cycle or c.cycle.response_complete}
+            deaf = {(c, c.transport.get_write_buffer_size()) for c in connections if c.flow.write_paused}
             stuck = {key: stuck.get(key, now) for key in idle | deaf}
             newest = sorted(idle, key=stuck.__getitem__, reverse=True)
             for connection, _ in newest[: max(0, len(connections) - MAX_CONNECTIONS)]:

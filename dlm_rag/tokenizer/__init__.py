@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
@@ -52,6 +52,12 @@ class Prompt:
         return [*self.head, *(i for fact in self.facts for i in fact), *self.tail]
 
 
+def does_think(raw: Mapping[str, Any]) -> bool:
+    """Whether a chat template is asked for a turn with thoughts: not Qwen3's, as Tiny-A2D is published; of
+    an export of ours the config says what it was trained with."""
+    return bool(raw.get("thinks", "prompt" in raw or raw["model_type"] not in ("qwen3", "a2d-qwen3")))
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with a prompt template and the ids the decoder needs to know.
 
@@ -66,7 +72,7 @@ class Tokenizer:
         end_ids: tuple[int, ...] = (), vocabulary: int | None = None, thinks: bool = True,
     ) -> None:  # fmt: skip
         self.inner, self.mask_id, self._vocabulary = inner, mask_id, vocabulary
-        self.template = template or prompts.PromptTemplate()
+        self.template, self.thinks = template or prompts.PromptTemplate(), thinks
         backend = inner.backend_tokenizer
         if backend.id_to_token(mask_id) is None:
             raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
@@ -128,7 +134,7 @@ class Tokenizer:
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
             log.warning("%s has no chat template: prompts are plain text", checkpoint.folder)
         mask_id = add_mask_token(inner) if config.mask_token_id is None else config.mask_token_id
-        thinks = checkpoint.raw_config["model_type"] not in ("qwen3", "a2d-qwen3")  # as A2D is published
+        thinks = does_think(checkpoint.raw_config)
         return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size, thinks)
 
     def _decode(self, ids: list[int]) -> str:

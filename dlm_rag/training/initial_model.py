@@ -29,7 +29,7 @@ from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
+from dlm_rag.tokenizer import Tokenizer, add_mask_token, does_think, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import get_local
@@ -162,6 +162,7 @@ class InitialModel:
         merged = merge_lora_weights(tensors, self.lora_rank)
         tensors = {name: value.to(dtype) for name, value in merged.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
+        extra |= {} if self.tokenizer.thinks else {"thinks": False}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
         save_tensors(tensors, self.config, folder, extra, self.checkpoint)
@@ -265,7 +266,8 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     own = replace(own, vocab_size=vocabulary, mask_token_id=mask_id)
     shape = make_training_shape(config, own, base.raw_config)
     template = load_prompt(config.prompt, shape.evidence_layout, base.raw_config.get("prompt"))
-    tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary)
+    thinks = does_think(base.raw_config)
+    tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary, thinks)
     if tokenizer.end_id is None:
         raise CheckpointError(f"{base.folder} names no end token: add eos_token_id to its config.json")
     return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank)

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import load_config
@@ -55,6 +62,22 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
     with torch.no_grad():
         ours = again(IDS, block=1)
         torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_qwen3_is_trained_and_decodes_on_one_prompt_without_thoughts(tmp_path):
+    folder, _ = write_autoregressive_checkpoint(tmp_path / "ar", Qwen3Config, Qwen3ForCausalLM)
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}<no>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
+    state = gather_full_state_dict(build_denoiser(origin), True)
+    origin.export(tmp_path / "out", state, torch.float32)
+    readers = origin.tokenizer, Tokenizer.from_pretrained(tmp_path / "out")
+    prompts = {bytes(t for t in each.build_prompt("Who?", []).ids if t < 256) for each in readers}
+    assert len(prompts) == 1 and b"<no>" in prompts.pop()
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    del raw["thinks"]  # of a version before, which asked for thoughts
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    assert b"<no>" not in bytes(t for t in Tokenizer.from_pretrained(tmp_path / "out")._suffix if t < 256)
 
 
 def test_what_attention_in_blocks_does_not_go_with_is_refused():
