@@ -101,7 +101,7 @@ _MARK_START = re.compile(  # also what may be the beginning of one, at the end
     re.IGNORECASE | re.MULTILINE,
 )
 _BEFORE_MARK = re.compile(
-    r"[ \t|]*(?:[-•+]|\d{1,2}[.)]|[^\w\s]{1,2})?[ \t|*_]*"
+    r"[ \t|]*+(?:(?:[-•+]|\d{1,2}[.)]|[*_]{1,3}|[^\w\s]{1,2})[ \t|*_]*+)?"
 )  # from the start of its line
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
