@@ -100,9 +100,8 @@ _MARK_START = re.compile(  # also what may be the beginning of one, at the end
     rf"|(?<![A-Za-z-])(?:{_ANSWER_WORD})|(?<!\S){_BEFORE_ANSWER}(?:\S+[ \t]{{1,3}})?\S*\Z",
     re.IGNORECASE | re.MULTILINE,
 )
-_BEFORE_MARK = re.compile(
-    r"[ \t|]*+(?:(?:[-•+]|\d{1,2}[.)]|[*_]{1,3}|[^\w\s]{1,2})[ \t|*_]*+)?"
-)  # from the start of its line
+# From the start of its line.
+_BEFORE_MARK = re.compile(r"[ \t|]*+(?:(?:[-•+]|\d{1,2}[.)]|[*_]{1,3}|[^\w\s]{1,2})[ \t|*_]*+)?")
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
     r"""(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""

@@ -211,7 +211,7 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
     given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+    if isinstance(given, str) and re.match(r"\s*[\[{]\s*['\"]", given):
         raise QuestionError(f'{place}: the choices are not JSON, as ["a", "b"] is')
     letters = {key: text for key, text in row.items() if len(str(key)) == 1 and not is_missing(text)}
     if given is None and "A" in letters and str(said) in letters:  # a column each (MMMLU)

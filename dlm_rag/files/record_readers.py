@@ -53,10 +53,8 @@ MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
 MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 2**30, 100
 # Of HotpotQA (Yang et al. 2018) and 2WikiMultihopQA (Ho et al. 2020): passages that the type needs.
 HOPS_BY_TYPE = {"bridge": 2, "comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
-QUESTION_IDS = (
-    "query_id",
-    "qid",
-)  # of questions: rows of a corpus may have that of what they are for
+# Of questions: rows of a corpus may have that of what they are for.
+QUESTION_IDS = ("query_id", "qid")
 LAYOUT_FIELDS = (
     "type", "supporting_facts", "context", "paragraphs", "question_decomposition", "evidences",
     "answerable", "answer_aliases", "choices", "options",

@@ -158,6 +158,7 @@ CASES = {
         {"metadata": {"choices": json.dumps(CHOICES)}, "answer": 1},
         {"choices": {"text": CHOICES, "label": ["2", "1", "3"]}, "answerKey": "1"},
         {**dict(zip("ABC", CHOICES, strict=True)), "Answer": "B"},  # MMMLU
+        {"options": "[A] Orra [B] Tulm", "answer": "Tulm"},
      ))},
     "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),
     "hotpotqa fullwiki test": ("hotpot_test_fullwiki_v1.json",
