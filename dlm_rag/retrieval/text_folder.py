@@ -221,8 +221,8 @@ def _read_html(path: Path) -> str:
     logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
     data = path.read_bytes()
     # UTF-8 is tried before what the page says and before a guess, unless it looks like UTF-16 or ISO-2022.
-    first = None if b"\0" in data or b"\x1b" in data else "utf-8"
-    page: Any = BeautifulSoup(data, "html.parser", from_encoding=first)
+    encoding = None if b"\0" in data or b"\x1b" in data else "utf-8"
+    page: Any = BeautifulSoup(data, "html.parser", from_encoding=encoding)
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
     while opened:  # changes of the tree would take the square of its size

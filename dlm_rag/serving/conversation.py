@@ -26,6 +26,7 @@ _PRONOUNS = (
     | dict.fromkeys("they them their".split(), _WHO | _WHAT)
 )
 _PRONOUN = re.compile(rf"\b(?:{'|'.join(_PRONOUNS)})\b", re.IGNORECASE)
+_DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` takes for i
 _GOES_ON = re.compile("and |but |what about |how about ", re.IGNORECASE)
 _SOURCE_MARK = re.compile(r" \[\d{1,3}\]")
 # An initial, a word, or what ends a name.
@@ -83,9 +84,6 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
         if added := ", ".join(found)[:MAX_NAME_CHARS]:
             return f"{question} ({added})"
     return question
-
-
-_DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` takes for i
 
 
 def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:

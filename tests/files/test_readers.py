@@ -218,8 +218,7 @@ def test_what_is_written_is_what_is_read(rows, name, tmp_path):
         for row in [{**row, "golden": add_words_of_truth(row.get("golden_answers", ()))} for row in rows]
     ]
     read = read_questions(path)
-    for ours, theirs in zip(
-        read, expected, strict=True
-    ):  # behind answers stand those as a model reads them
+    for ours, theirs in zip(read, expected, strict=True):
+        # Behind the answers stand those as a model reads them.
         given = len(theirs.golden_answers)
         assert replace(ours, golden_answers=ours.golden_answers[:given]) == theirs

@@ -43,6 +43,7 @@ WHO, WHERE = (
         ((*WHO, "When was she born?"), "When was Ann Lee born?"),
         ((*WHO, "Was it lost?"), "Was Night Ferry lost?"),
         ((*WHO, "Was ıt lost?"), "Was Night Ferry lost?"),  # of a Turkish keyboard
+        ((*WHO, "Where is hİs house?"), "Where is Ann Lee's house?"),
         ((*WHO, "What are her films?"), "What are Ann Lee's films?"),
         ((*WHO, "Tell me about its music."), "Tell me about Night Ferry's music."),
         ((*WHERE, "When did she die?"), "When did Ann Lee die?"),
