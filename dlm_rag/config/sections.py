@@ -122,9 +122,9 @@ class DecodeConfig(CheckedSettings):
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
-    """confidence from which a position is committed (tau_c); by sampled, with probability 1/2 at it"""
+    """confidence from which a position is committed (tau_c); by rules that sample, with odds of 1:1"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
-    """softness of that threshold for sampled, in logits"""
+    """softness of that threshold for sampling rules, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
     """number of positions committed per step: exactly for top_k, entropy, margin and sequential (unset: 1),
     at most for threshold, left_to_right and entropy_bound (unset: no limit)"""
@@ -139,7 +139,7 @@ class DecodeConfig(CheckedSettings):
     one way alone does so at once. Models that name titles before an answer begin with one of a passage or
     with words of the question, and commit a token that a text has next from a confidence of 0.5 on (any,
     where all texts go on with it), the sign after a title from 0.3 on, the end after one at any. For
-    left_to_right, and a token a step autoregressive"""
+    left_to_right, also sampled, and a token a step autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(16, low=0, high=2**20, only_with=DIFFUSION | EDITED)
@@ -179,8 +179,8 @@ class DecodeConfig(CheckedSettings):
             raise ConfigError("copy_words is for tokens that stay: leave it or edit_threshold out")
         if self.tokens_per_step and self.steps_per_block:
             raise ConfigError("tokens_per_step and steps_per_block say what a step commits: leave one out")
-        if self.commit_rule == "sampled" and not 0 < self.commit_threshold < 1:
-            raise ConfigError("commit_rule=sampled needs a commit_threshold between 0 and 1")
+        if (self.commit_rule or "").startswith("sampled") and not 0 < self.commit_threshold < 1:
+            raise ConfigError(f"commit_rule={self.commit_rule} needs a commit_threshold between 0 and 1")
 
 
 @settings_dataclass
@@ -340,6 +340,8 @@ class TrainConfig(CheckedSettings):
     """number of steps after which the oldest world is replaced"""
     reward: str = setting("exact_match", table="dlm_rag.training.rewards:REWARDS", only_with=RL)
     """rl: reward of a rollout; or a function of your own as module:function"""
+    temperature: float = setting(1.0, low=1e-3, high=100, only_with=RL)
+    """rl: sampling temperature of rollouts"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of denoising steps of each rollout, chosen at random, that are trained on; unset: all"""
     save_steps: int = setting(200, low=1)

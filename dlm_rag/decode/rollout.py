@@ -93,7 +93,8 @@ class CommittedToken:
 class Action:
     """A sampled decision of a step, and how likely it was (`engine/policy.py`)."""
 
-    candidates: tuple[int, ...] = ()  # canvas positions that might have been committed; the step's were
+    candidates: tuple[int, ...] = ()  # canvas positions that might have been committed
+    tokens: tuple[int, ...] = ()  # drawn for each, -1 where it stayed; `copy_words` may write others
     forced: bool = False  # whether none would have been, so that one had to
     log_prob: float = 0.0  # of commits and stays, in nats
 

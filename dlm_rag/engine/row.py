@@ -231,11 +231,11 @@ class Row:
         lookahead where the query takes provisional tokens.
 
         None of them where the next token is the first of a block and the block before it predicts it, but
-        for the rule left_to_right where each token is predicted by the one before.
+        for rules from left to right where each token is predicted by the one before.
         """
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         laid = self.laid_out_prompt
-        in_order = laid.shifted and settings.commit_rule == "left_to_right"
+        in_order = laid.shifted and find_rule(settings.commit_rule or "threshold").in_order
         if laid.predicts_next_block and self.canvas.first_masked == begin and not in_order:
             return begin, begin
         ahead = resolve_query_threshold(settings.query_policy, settings.query_threshold) <= 1

@@ -91,6 +91,7 @@ class Rule:
       (`draw_actions`).
     - settings: the settings of `decode` that affect it.
     - samples: whether it samples.
+    - in_order: whether it commits from left to right, without gaps.
     - redraws: whether a later step may take back what it has committed in the current block.
     """
 
@@ -98,6 +99,7 @@ class Rule:
     statistics: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     samples: bool = False
+    in_order: bool = False
     redraws: bool = False
 
 
@@ -180,7 +182,17 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
     return SampledCommits(opened, log_prob, forced, tokens)
 
 
+def sample_in_order(candidates: Proposals, context: RuleContext) -> SampledCommits:
+    """Commits by a soft threshold from left to right, up to the first that stays; of the others nothing is
+    said, so the likelihood is that of the first ones alone."""
+    assert context.draws is not None
+    stays = np.flatnonzero(context.draws[2, candidates.positions] >= candidates.extra["gate"])
+    end = int(stays[0]) + 1 if len(stays) else len(candidates.positions)
+    return sample_commits(candidates.subset(np.arange(end)), context)
+
+
 _SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
+_SOFT = ("commit_threshold", "gate_temperature")
 RULES = {
     "threshold": Rule(
         lambda p, c: select_by_threshold(p.confidence, c.settings.commit_threshold, c.least),
@@ -189,6 +201,7 @@ RULES = {
     "left_to_right": Rule(
         lambda p, c: select_left_to_right(p.token_ids, p.confidence, c.settings.commit_threshold, c.least),
         settings=("commit_threshold", "copy_words", *_SCHEDULED),
+        in_order=True,
     ),
     "top_k": Rule(lambda p, c: select_highest(p.confidence, c.count), settings=_SCHEDULED),
     "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),
@@ -197,7 +210,10 @@ RULES = {
         lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND, c.least), ("spread",), _SCHEDULED
     ),
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
-    "sampled": Rule(sample_commits, ("actions",), ("commit_threshold", "gate_temperature"), samples=True),
+    "sampled": Rule(sample_commits, ("actions",), _SOFT, samples=True),
+    "sampled_left_to_right": Rule(
+        sample_in_order, ("actions",), (*_SOFT, "copy_words"), samples=True, in_order=True
+    ),
 }
 
 
@@ -218,15 +234,16 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
     confident, from left to right the first.
     """
     assert context.settings.commit_rule is not None
-    chosen = find_rule(context.settings.commit_rule).choose(candidates, context)
+    rule = find_rule(context.settings.commit_rule)
+    chosen = rule.choose(candidates, context)
     if isinstance(chosen, SampledCommits):
         return chosen.tokens or candidates.subset(chosen.opened), chosen
     if context.settings.commit_rule not in RULES:
         chosen = check_chosen(chosen, len(candidates.positions), context)
     most = context.settings.tokens_per_step
     if most is not None and len(chosen) > most:
-        in_order = context.settings.commit_rule == "left_to_right"
-        chosen = chosen[:most] if in_order else chosen[select_highest(candidates.confidence[chosen], most)]
+        best = slice(most) if rule.in_order else select_highest(candidates.confidence[chosen], most)
+        chosen = chosen[best]
     return candidates.subset(chosen), None
 
 

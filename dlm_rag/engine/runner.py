@@ -172,7 +172,7 @@ class MaskedModelRunner(ModelRunner):
         for own, part in zip(*chunks, strict=True):
             logits = self.denoiser.compute_token_logits(own).float()
             if bars:
-                bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, bars[0], bars[1:])
+                bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, bars)
             found.append(sample_proposals(logits, self._excluded_ids, part, *flags))
         return found
 
@@ -232,21 +232,29 @@ def collect_sampling_arrays(
     temperature = np.repeat([shown.temperature for shown in inputs], counts)
     numbers = np.concatenate((temperature[None], np.concatenate(drawn, axis=1), soft.T)).astype(np.float32)
     acts = any(shown.soft_threshold is not None for shown in inputs)
-    firsts = zip(np.cumsum(counts) - counts, (shown.barred for shown in inputs), strict=True)
-    bars = zip(*((at, barred) for at, barred in firsts if barred is not None), strict=True)
     flags = any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts
-    return [numbers, *map(np.array, bars)], flags
+    return [numbers, *collect_bars(counts, [shown.barred for shown in inputs])], flags
 
 
-def bar_tokens(logits: Tensor, start: int, places: NDArray[np.int64], bars: Sequence[Tensor]) -> None:
-    """Sets the logits (n, V) of tokens that are barred to minus infinity.
+def collect_bars(counts: Sequence[int], barred: Sequence[NDArray[np.bool_] | None]) -> list[NDArray[Any]]:
+    """Of rows with so many positions the numbers of those whose tokens are barred (b,), and these tokens
+    (b, V); nothing where none are."""
+    firsts = zip(np.cumsum(counts) - counts, barred, strict=True)
+    return [*map(np.array, zip(*((at, bar) for at, bar in firsts if bar is not None), strict=True))]
 
-    start: of all positions that are asked for, the number of the first of these. places, bars: the two
-    arrays of `collect_sampling_arrays`, the first on the host too.
+
+def bar_tokens(logits: Tensor, start: int, bars: Sequence[Any]) -> Tensor:
+    """Sets the logits (n, V) of tokens that are barred to minus infinity, and returns them.
+
+    start: of all positions that are asked for, the number of the first of these. bars: the two arrays of
+    `collect_bars` as tensors, before them the first on the host too; or none.
     """
-    here = slice(*np.searchsorted(places, (start, start + len(logits))))
-    rows, barred = bars[0][here] - start, bars[1][here]
-    logits[rows] = logits[rows].masked_fill(barred, -math.inf)
+    if bars:
+        places, numbers, barred = bars
+        here = slice(*np.searchsorted(places, (start, start + len(logits))))
+        rows = numbers[here] - start
+        logits[rows] = logits[rows].masked_fill(barred[here], -math.inf)
+    return logits
 
 
 def sample_proposals(

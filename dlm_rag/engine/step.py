@@ -158,11 +158,15 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
     first, ids, texts, settings = row.canvas.first_masked, row.written, row.read_texts, row.settings
     if (chosen.positions != first + np.arange(len(chosen.positions))).any():
         return chosen  # a rule of one's own may leave gaps
-    goes_on = settings.commit_rule == "left_to_right"  # which alone has the tokens in order
+    goes_on = find_rule(settings.commit_rule or "threshold").in_order
     goes_on = goes_on and not (settings.tokens_per_step or settings.steps_per_block)
     left = proposals.subset(proposals.positions < row.open_spans[0].end) if goes_on else chosen
-    tokens, confidence, log_prob = left.token_ids.copy(), left.confidence.copy(), left.log_prob.copy()
-    for n in range(len(tokens)):
+    shown = len(left.positions)
+    tokens, confidence, log_prob = (  # of those chosen as drawn
+        np.concatenate((getattr(chosen, name), getattr(left, name)[len(chosen.positions) :]))[:shown]
+        for name in ("token_ids", "confidence", "log_prob")
+    )
+    for n in range(shown):
         token = int(tokens[n])
         certain = words.find_certain(ids, texts) if goes_on else None
         if certain is not None:
@@ -191,8 +195,10 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
         least = sizes[min(row.rollout.count_steps_within(span.begin, span.end), len(sizes) - 1)]
     chosen, sampled = choose_commits(candidates, RuleContext(settings, least, row.draws))
     if sampled is not None:
-        positions = tuple(candidates.positions.tolist())
-        row.record.action = Action(positions, sampled.forced, sampled.log_prob)
+        tokens = np.full(len(sampled.opened), -1)
+        tokens[sampled.opened] = chosen.token_ids
+        acted = candidates.positions[: len(tokens)].tolist(), tokens.tolist()
+        row.record.action = Action(*map(tuple, acted), sampled.forced, sampled.log_prob)
     return chosen
 
 

@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,8 @@ from dlm_rag.config.fields import flatten_settings, replace_settings, resolve_or
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine import policy
 from dlm_rag.engine.engine import Decoder, resolve_settings
+from dlm_rag.engine.rules import find_rule
+from dlm_rag.engine.runner import bar_tokens, collect_bars
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
@@ -57,6 +60,7 @@ class PolicyRow(NamedTuple):
     forced: bool
     weight: float  # its advantage, times the number of steps of its rollout that it represents
     old_log_prob: float
+    barred: NDArray[np.bool_] | None = None  # (V,) tokens that the first candidate could not take
     learns: bool = True  # False: it is there for the other processes
 
 
@@ -141,11 +145,11 @@ def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig)
         steps = random.Random(f"steps/{train.seed}/{rollout.id}").sample(steps, most)
     rows = []
     for step in steps:
-        action, written = step.action, {token.position: token.token_id for token in step.committed}
+        action, shown = step.action, rollout.states[step.step]
         assert action is not None
-        tokens = tuple(written.get(position, -1) for position in action.candidates)
-        state, numbers = rollout.states[step.step].training_row, (advantage * each, action.log_prob)
-        rows.append(PolicyRow(state, action.candidates, tokens, action.forced, *numbers))
+        numbers = advantage * each, action.log_prob, shown.barred
+        did = action.candidates, action.tokens, action.forced
+        rows.append(PolicyRow(shown.training_row, *did, *numbers))
     return rows
 
 
@@ -189,21 +193,24 @@ class PolicyObjective(nn.Module):
         states, read = [row.state for row in rows], [row.candidates for row in rows]
         hidden, _ = encode_canvases(self.denoiser, states, read)
         with profile_stage("loss"):
+            barred = collect_bars([len(each) for each in read], [row.barred for row in rows])
             arrays = [
                 np.array([token for row in rows for token in row.committed_tokens], np.int64),
                 np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
                 np.array([row.forced for row in rows], np.bool_),
                 np.array([(row.weight, row.old_log_prob) for row in rows], np.float32).T,
                 self.excluded_ids,
+                *barred,
             ]
-            taken, step, forced, numbers, excluded_ids = to_device(arrays, hidden.device)
-            weights, recorded = numbers
+            taken, step, forced, numbers, excluded_ids, *bars = to_device(arrays, hidden.device)
+            (weights, recorded), size = numbers, self.logit_chunk
             found, entropy = [], torch.zeros_like(weights[0])
-            for at, seen in zip(*(x.split(self.logit_chunk) for x in (taken, hidden)), strict=True):
+            for n, (at, seen) in enumerate(zip(*(x.split(size) for x in (taken, hidden)), strict=True)):
+                given = seen, excluded_ids, n * size, [*barred[:1], *bars]
                 # Logits exist a chunk at a time: backward computes them again.
-                found.append(checkpoint(self._gather, at, excluded_ids, seen, use_reentrant=False))
+                found.append(checkpoint(self._gather, at, *given, use_reentrant=False))
                 with torch.no_grad():
-                    entropy += self._find_actions(seen, excluded_ids).entropy().sum()
+                    entropy += self._find_actions(*given).entropy().sum()
             log_prob = policy.step_log_prob(torch.cat(found, 1), step, taken >= 0, forced)
             gained = (weights * log_prob).sum()
             loss = -gained / counts["divisor"]
@@ -216,15 +223,20 @@ class PolicyObjective(nn.Module):
             }  # fmt: skip
             return loss, {name: learns * value.detach().double() for name, value in sums.items()}
 
-    def _gather(self, taken: Tensor, excluded_ids: Tensor, hidden: Tensor) -> Tensor:
+    def _gather(self, taken: Tensor, *given: Any) -> Tensor:
         """The log-probabilities (4, n) of `gather_action_log_probs`."""
-        return policy.gather_action_log_probs(self._find_actions(hidden, excluded_ids), taken)
+        return policy.gather_action_log_probs(self._find_actions(*given), taken)
 
-    def _find_actions(self, hidden: Tensor, excluded_ids: Tensor) -> policy.ActionDistribution:
-        """The outcomes at hidden states (n, hidden) in float32; the trainer counts the work of the head."""
+    def _find_actions(
+        self, hidden: Tensor, excluded_ids: Tensor, start: int, bars: Sequence[Any]
+    ) -> policy.ActionDistribution:
+        """The outcomes at hidden states (n, hidden) in float32; start, bars: as `bar_tokens` takes them.
+        The trainer counts the work of the head."""
         head, norm = self.denoiser.lm_head, self.denoiser.norm
         # No name for the logits: it would keep them while all else is computed.
-        return policy.compute_action_distribution(head(norm(hidden)).float(), excluded_ids, self.soft)
+        return policy.compute_action_distribution(
+            bar_tokens(head(norm(hidden)).float(), start, bars), excluded_ids, self.soft
+        )
 
 
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
@@ -234,7 +246,8 @@ NOT_IN_ROLLOUTS = (
     "decode.edit_threshold", "decode.blocks_at_once", "decode.temperature", "decode.seed",
     "engine.cache_dtype",
 )  # fmt: skip
-ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "sampled")}
+RULES_ACCEPTED = ("threshold", "sampled", "left_to_right", "sampled_left_to_right")
+ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": RULES_ACCEPTED}
 
 
 class RlTask(Task):
@@ -243,6 +256,7 @@ class RlTask(Task):
     name, needs_denoiser = "rl", True
     _source: QuestionSource
     _denoiser: Denoiser
+    _settings: DecodeConfig
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -266,18 +280,21 @@ class RlTask(Task):
             if values[key] not in (defaults[key], *ACCEPTED.get(key, ())):
                 raise ConfigError(
                     f"{key}={values[key]} does not go with train.objective=rl, whose rollouts commit by "
-                    "the rule sampled at temperature 1 and train.seed, block by block: leave it out"
+                    "rules sampled at train.temperature and train.seed, block by block: leave it out"
                 )
         cls.rollout_settings(config)
 
     @classmethod
-    def rollout_settings(cls, config: Config) -> DecodeConfig:
-        """As the config and the checkpoint say, but sampled, without what no gradient is computed for."""
-        train = config.train
+    def rollout_settings(cls, config: Config, own_rule: str | None = None) -> DecodeConfig:
+        """As the config and the checkpoint say, but sampled, without what no gradient is computed for.
+
+        own_rule: the checkpoint's, if it has one; from left to right, it is sampled so.
+        """
+        train, rule = config.train, config.decode.commit_rule or own_rule or "threshold"
         return replace_settings(
             config.decode,
-            commit_rule="sampled",
-            temperature=1.0,
+            commit_rule="sampled_left_to_right" if find_rule(rule).in_order else "sampled",
+            temperature=train.temperature,
             edit_threshold=None,
             blocks_at_once=1,
             batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
@@ -310,7 +327,9 @@ class RlTask(Task):
 
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
-        settings = resolve_settings(self.rollout_settings(self.run.config), denoiser.config)
+        own_rule = denoiser.config.decode_settings.get("commit_rule")
+        self._settings = self.rollout_settings(self.run.config, own_rule)
+        settings = resolve_settings(self._settings, denoiser.config)
         return PolicyObjective(denoiser, settings, self.run.origin.tokenizer.mask_id)
 
     def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> RolloutBuffer:
@@ -321,8 +340,8 @@ class RlTask(Task):
         """
         train, engine = self.train, self.run.config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
-        settings, tokenizer = self.rollout_settings(self.run.config), self.run.origin.tokenizer
-        decoder = Decoder(self._denoiser, retriever, tokenizer, settings, engine=engine)
+        tokenizer = self.run.origin.tokenizer
+        decoder = Decoder(self._denoiser, retriever, tokenizer, self._settings, engine=engine)
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 
@@ -346,4 +365,4 @@ def make_idle_row(decoder: Decoder) -> PolicyRow:
     shape, mask = decoder.denoiser.config, (decoder.tokenizer.mask_id,)
     order = decoder.config.finished_block_context
     laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, decoder.evidence_layout, order)
-    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, False)
+    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, learns=False)

@@ -207,7 +207,7 @@ class QuestionValidation:
     def __init__(self, questions: list[Question], retriever: CorpusRetriever, config: Config) -> None:
         self.questions, self._seed = questions, config.train.seed
         self._retriever, self._config = retriever, config.decode
-        if config.decode.commit_rule != "sampled":  # rollouts alone read it
+        if not (config.decode.commit_rule or "").startswith("sampled"):  # rollouts alone read it
             soft = DecodeConfig().gate_temperature
             self._config = replace_settings(config.decode, gate_temperature=soft)
         self._engine = config.engine.for_training_rollouts
