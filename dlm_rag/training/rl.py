@@ -256,7 +256,7 @@ class RlTask(Task):
     name, needs_denoiser = "rl", True
     _source: QuestionSource
     _denoiser: Denoiser
-    _settings: DecodeConfig
+    decode_settings: DecodeConfig
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -328,8 +328,8 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
         own_rule = denoiser.config.decode_settings.get("commit_rule")
-        self._settings = self.rollout_settings(self.run.config, own_rule)
-        settings = resolve_settings(self._settings, denoiser.config)
+        self.decode_settings = self.rollout_settings(self.run.config, own_rule)
+        settings = resolve_settings(self.decode_settings, denoiser.config)
         return PolicyObjective(denoiser, settings, self.run.origin.tokenizer.mask_id)
 
     def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> RolloutBuffer:
@@ -341,7 +341,7 @@ class RlTask(Task):
         train, engine = self.train, self.run.config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
         tokenizer = self.run.origin.tokenizer
-        decoder = Decoder(self._denoiser, retriever, tokenizer, self._settings, engine=engine)
+        decoder = Decoder(self._denoiser, retriever, tokenizer, self.decode_settings, engine=engine)
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 

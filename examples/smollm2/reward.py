@@ -1,4 +1,4 @@
-"""The reward of README.md's last run: the mean of F1 and exact match, so that a word too many costs more."""
+"""A reward for `dlm-rag train`: the mean of F1 and exact match, so that a word too many costs more."""
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match, compute_f1

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
 from dlm_rag.engine import policy
-from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold
+from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold, select_left_to_right
 from dlm_rag.engine.runner import gather_proposals, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
@@ -34,7 +34,6 @@ from tests.support.tiny_models import tiny_denoiser
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
 SOFT = policy.SoftThreshold(0.8, 0.7, 0.6)
-SAMPLED = DecodeConfig(commit_rule="sampled")
 
 
 def logits_of(seed: int, n: int, dtype=torch.float64) -> torch.Tensor:
@@ -51,6 +50,15 @@ def actions(n: int):
         yield tuple(token if at == place else -1 for at in range(n)), True
 
 
+def ordered_actions(n: int):
+    """The same of the rule from left to right: its candidates end with the first that stayed."""
+    for length in range(1, n + 1):
+        for taken in itertools.product(range(V - 1), repeat=length):
+            yield (*taken, -1)[:n], False
+    for token in range(V - 1):
+        yield (token,), True
+
+
 def log_prob_of(logits, taken, forced, soft=SOFT):
     taken = torch.tensor(taken)
     parts = policy.gather_action_log_probs(policy.compute_action_distribution(logits, MASK, soft), taken)
@@ -60,9 +68,11 @@ def log_prob_of(logits, taken, forced, soft=SOFT):
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_outcomes_of_a_step_sum_to_one_and_their_mean_score_is_zero(n, dtype, close):
+@pytest.mark.parametrize("outcomes", [actions, ordered_actions])
+def test_the_outcomes_of_a_step_sum_to_one_and_their_mean_score_is_zero(outcomes, n, dtype, close):
     logits = logits_of(n, n, dtype).requires_grad_()
-    log_probs = torch.stack([log_prob_of(logits, *action) for action in actions(n)])
+    each = ((logits[: len(taken)], taken, forced) for taken, forced in outcomes(n))
+    log_probs = torch.stack([log_prob_of(*action) for action in each])
     assert abs(float(log_probs.detach().exp().sum()) - 1) < close
     (score,) = torch.autograd.grad((log_probs.detach().exp() * log_probs).sum(), logits)
     assert float(score.abs().max()) < 10 * close
@@ -159,26 +169,29 @@ def proposals_of(logits, soft, lots):
     return gather_proposals([SimpleNamespace(positions=np.arange(n))], [found])()[0]
 
 
-def sample(found, draws):
+def sample(found, draws, rule="sampled"):
     """What is committed, and how it was drawn."""
-    return choose_commits(found, RuleContext(SAMPLED, draws=draws))
+    return choose_commits(found, RuleContext(DecodeConfig(commit_rule=rule), draws=draws))
 
 
-def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
+@pytest.mark.parametrize(
+    ("rule", "outcomes"), [("sampled", actions), ("sampled_left_to_right", ordered_actions)]
+)
+def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says(rule, outcomes):
     logits, rng, draws = logits_of(9, 2), np.random.default_rng(0), 4000
     soft = policy.SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
     seen: dict = {}
     for _ in range(draws):
-        chosen, action = sample(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
-        taken = [-1, -1]
+        chosen, action = sample(proposals_of(logits, soft, lots := rng.random((5, 2))), lots, rule)
+        taken = [-1] * len(action.opened)
         for position, token in zip(chosen.positions, chosen.token_ids, strict=True):
             taken[position] = int(token)
         count, recorded = seen.get((tuple(taken), action.forced), (0, action.log_prob))
         assert recorded == pytest.approx(action.log_prob, abs=1e-6)
         seen[tuple(taken), action.forced] = count + 1, recorded
-    for taken, forced in actions(2):
+    for taken, forced in outcomes(2):
         count, recorded = seen.get((taken, forced), (0, None))
-        share = math.exp(expected := float(log_prob_of(logits, taken, forced, soft)))
+        share = math.exp(expected := float(log_prob_of(logits[: len(taken)], taken, forced, soft)))
         assert recorded is None or recorded == pytest.approx(expected, abs=1e-5)
         assert abs(count - draws * share) < 5 * math.sqrt(draws * share) + 3, (taken, forced)
     assert any(forced for _, forced in seen)
@@ -192,10 +205,16 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
     if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
         return  # at the threshold, or of equal confidence, both may be right
-    chosen, action = sample(found, lots)
-    assert chosen.positions.tolist() == select_by_threshold(found.confidence, tau).tolist()
-    assert chosen.token_ids.tolist() == found.token_ids[chosen.positions].tolist()
-    assert action.log_prob == pytest.approx(0, abs=1e-3)
+    repeated = (np.diff(found.token_ids) == 0).any()  # one that repeats the last waits: for another test
+    hard = {
+        "sampled": select_by_threshold(found.confidence, tau),
+        "sampled_left_to_right": select_left_to_right(found.token_ids, found.confidence, tau),
+    }
+    for rule, expected in [*hard.items()][: 1 if repeated else 2]:
+        chosen, action = sample(found, lots, rule)
+        assert chosen.positions.tolist() == expected.tolist()
+        assert chosen.token_ids.tolist() == found.token_ids[chosen.positions].tolist()
+        assert action.log_prob == pytest.approx(0, abs=1e-3)
 
 
 def test_entropy_of_positions_is_that_of_the_enumerated_outcomes():
@@ -251,7 +270,7 @@ def test_the_loss_is_the_reward_of_all_trajectories(train_steps_per_rollout, mon
         share = probability / len(draws)
         for draw in draws:
             monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
-            states = {n: SimpleNamespace(training_row=step) for n, step in enumerate(path)}
+            states = {n: SimpleNamespace(training_row=step, barred=None) for n, step in enumerate(path)}
             rollout = Rollout("q", "Who?", "joint", 2, steps, states=states)
             for part in sample_rollout_steps(rollout, advantage, train):
                 canvas, taken, forced = part.state

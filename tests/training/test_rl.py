@@ -137,6 +137,37 @@ def test_a_reward_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch
         compute_reward_parts(rollout, Question("q", "Who?"), "brief:nothing")
 
 
+@pytest.mark.parametrize("shape", [{}, BLOCKS | {"causal_context": True, "shifted": True}])
+def test_tokens_drawn_from_left_to_right_have_their_probability_with_copied_words(corpus_file, shape):
+    """What `copy_words` writes instead belongs to the world; tokens that it bars could not be drawn."""
+    own = SAMPLED | {"commit_rule": "sampled_left_to_right", "copy_words": True, "commit_threshold": 0.1}
+    decoder = make_decoder(corpus_file, "independent", shifted=bool(shape), **own)
+    if shape:
+        decoder.denoiser = tiny_denoiser(**shape)
+        decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
+    letters = torch.zeros(decoder.denoiser.config.vocab_size)
+    letters[[32, *range(97, 123)]] = 20  # and a blank
+    decoder.denoiser.lm_head.register_forward_hook(lambda head, hidden, logits: logits / 3 + letters)
+    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)])
+    rows, objective = learned(rollouts), PolicyObjective(decoder.denoiser, decoder.config, 256)
+    for row in rows:
+        first = row.candidates[0]
+        assert row.candidates == (*range(first, first + len(row.candidates)),)
+        stayed = [token < 0 for token in row.committed_tokens]
+        assert not any(stayed[:-1]) and not row.barred[row.committed_tokens[0]]
+    counts = {len(row.candidates) for row in rows}
+    assert len(counts) > 1 and any(row.forced for row in rows) and any(not row.forced for row in rows)
+    steps = [step for rollout in rollouts for step in rollout.steps if step.action is not None]
+    drawn = [[token for token in step.action.tokens if token >= 0] for step in steps]
+    assert any(len(step.committed) < len(tokens) for step, tokens in zip(steps, drawn, strict=True))
+    objective.logit_chunk = 7
+    errors = [
+        float(objective(SimpleNamespace(rows=some), {"divisor": 1.0})[1]["ratio_error"]) / len(rows)
+        for some in (rows, [row._replace(barred=None) for row in rows])
+    ]
+    assert errors[0] < 1e-5 < 0.01 < errors[1]
+
+
 def test_advantages_by_hand():
     assert compute_advantages([1, 0, 0, 1]).tolist() == [1, -1, -1, 1]
     assert compute_advantages([1, 1, 1]).tolist() == [0, 0, 0]
@@ -148,7 +179,7 @@ def made_rollout(question):
     _, right, member = (int(word) for word in question.id.split("."))
     steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
     answer = "yes" if member < right else "no"
-    states = dict.fromkeys(range(6), SimpleNamespace(training_row=question.id))
+    states = dict.fromkeys(range(6), SimpleNamespace(training_row=question.id, barred=None))
     shape = "joint", 8, steps
     return Rollout(question.id, question.question, *shape, response=f"So. ### {answer}", states=states)
 
@@ -236,10 +267,12 @@ def test_rollouts_follow_the_checkpoint_and_what_ran_is_learned(tmp_path, model)
     (folder / "generation_config.json").write_text(json.dumps(raw | {"decode": own}))
     bare = [word for word in RL if not word.startswith(("decode.commit_", "decode.gate_"))]
     more = ["decode.commit_threshold=0.9", "decode.gate_temperature=1.5"]
-    for words, threshold in (([], 0.2), (more, 0.9)):
+    in_order = ["decode.commit_rule=left_to_right", "train.temperature=0.7"]
+    for words, threshold, temperature in (([], 0.2, 1.0), (more, 0.9, 1.0), (in_order, 0.2, 0.7)):
         config = load_config(None, [*bare, f"model.path={folder}", *words])
-        trainer, validation = open_trainer(config, tmp_path / f"run{threshold}", SINGLE_PROCESS)
-        assert trainer.root.soft == SoftThreshold(1.0, threshold, 1.5)
+        run = tmp_path / f"run{threshold}{temperature}"
+        trainer, validation = open_trainer(config, run, SINGLE_PROCESS)
+        assert trainer.root.soft == SoftThreshold(temperature, threshold, 1.5)
         found = trainer.step()
         assert found["gradient_norm"] > 0 and found["ratio_error"] < 1e-5
     assert validation.compute_scores(trainer)["forwards_per_answer"] > 0, "by the rule of the config"
