@@ -97,9 +97,7 @@ class ReferenceModelRunner(ModelRunner):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 arrays, flags = collect_sampling_arrays([view])
                 numbers, *bars = to_device(arrays, every.device)
-                logits = every[at]
-                if bars:
-                    bar_tokens(logits, 0, arrays[1], bars)
+                logits = bar_tokens(every[at], 0, [*arrays[1:2], *bars])
                 proposals = sample_proposals(logits, self._excluded_ids, numbers, *flags)
                 found += gather_proposals([view], [proposals])()
         return lambda: found

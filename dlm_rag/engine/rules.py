@@ -8,7 +8,7 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -162,12 +162,18 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
     return tuple(size for size in sizes if size)
 
 
-def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommits:
-    """Commits by a soft threshold on what the denoiser says (`engine/policy.py`)."""
-    found, draws = candidates.extra, context.draws
-    assert draws is not None
-    *_, gates, places, _ = draws
-    opened = gates[candidates.positions] < found["gate"]
+def sample_commits(candidates: Proposals, context: RuleContext, in_order: bool = False) -> SampledCommits:
+    """Commits by a soft threshold on what the denoiser says (`engine/policy.py`).
+
+    in_order: from left to right, up to the first that stays; the others are then no candidates.
+    """
+    assert context.draws is not None
+    *_, gates, places, _ = context.draws
+    opened = gates[candidates.positions] < candidates.extra["gate"]
+    if in_order and not opened.all():
+        opened = opened[: opened.argmin() + 1]
+        candidates = candidates.subset(np.arange(len(opened)))
+    found = candidates.extra
     log_prob = float(np.where(opened, found["log_commit"], found["log_stay"]).sum())
     forced = not opened.any()
     if forced:
@@ -180,15 +186,6 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
     ids, sure = (found[f"{kind}_{name}"][opened] for name in ("token_ids", "log_confidence"))
     tokens = replace(candidates.subset(opened), token_ids=ids, confidence=np.exp(sure), log_prob=sure)
     return SampledCommits(opened, log_prob, forced, tokens)
-
-
-def sample_in_order(candidates: Proposals, context: RuleContext) -> SampledCommits:
-    """Commits by a soft threshold from left to right, up to the first that stays; of the others nothing is
-    said, so the likelihood is that of the first ones alone."""
-    assert context.draws is not None
-    stays = np.flatnonzero(context.draws[2, candidates.positions] >= candidates.extra["gate"])
-    end = int(stays[0]) + 1 if len(stays) else len(candidates.positions)
-    return sample_commits(candidates.subset(np.arange(end)), context)
 
 
 _SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
@@ -212,7 +209,7 @@ RULES = {
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
     "sampled": Rule(sample_commits, ("actions",), _SOFT, samples=True),
     "sampled_left_to_right": Rule(
-        sample_in_order, ("actions",), (*_SOFT, "copy_words"), samples=True, in_order=True
+        partial(sample_commits, in_order=True), ("actions",), (*_SOFT, "copy_words"), True, in_order=True
     ),
 }
 

@@ -171,8 +171,7 @@ class MaskedModelRunner(ModelRunner):
         chunks = (states.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
         for own, part in zip(*chunks, strict=True):
             logits = self.denoiser.compute_token_logits(own).float()
-            if bars:
-                bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, bars)
+            bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, bars)
             found.append(sample_proposals(logits, self._excluded_ids, part, *flags))
         return found
 
@@ -219,10 +218,8 @@ def list_excluded_ids(denoiser: Denoiser, mask_id: int) -> Tensor:
 def collect_sampling_arrays(
     inputs: Sequence[RowInput],
 ) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
-    """The numbers that `sample_proposals` takes, of all positions that are asked for, and its flags.
-
-    Where tokens are barred, two more arrays: the numbers of these positions (b,), and the tokens (b, V).
-    """
+    """The numbers that `sample_proposals` takes, of all positions that are asked for, then what
+    `collect_bars` says of them; and the flags."""
     counts = [len(shown.positions) for shown in inputs]
     drawn = [
         np.broadcast_to(0.0 if shown.quantiles is None else shown.quantiles, (2, count))

@@ -197,8 +197,8 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
     if sampled is not None:
         tokens = np.full(len(sampled.opened), -1)
         tokens[sampled.opened] = chosen.token_ids
-        acted = candidates.positions[: len(tokens)].tolist(), tokens.tolist()
-        row.record.action = Action(*map(tuple, acted), sampled.forced, sampled.log_prob)
+        at, how = candidates.positions[: len(tokens)].tolist(), (sampled.forced, sampled.log_prob)
+        row.record.action = Action(tuple(at), tuple(tokens.tolist()), *how)
     return chosen
 
 

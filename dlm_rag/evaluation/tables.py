@@ -286,8 +286,7 @@ def build_result_table(result: StoredResult) -> ResultTable:
     return build_overview_table(result.questions["all"], summaries, against, result.swept)
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One evaluation: its folder, its words, and what tells it apart in the table."""
 
     folder: Path

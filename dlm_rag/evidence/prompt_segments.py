@@ -239,9 +239,8 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, dict
         left -= room.passage_length
         facts = [fact[: room.passage_length] for fact in prompt.facts]
     else:
-        facts = []
-        for fact in prompt.facts:
-            facts.append(fact[: max(0, left - sum(map(len, facts)))])
+        starts = accumulate(map(len, prompt.facts), initial=0)
+        facts = [fact[: max(0, left - n)] for fact, n in zip(prompt.facts, starts, strict=False)]
     if left < 0:
         raise QuestionError(
             f"the question is {-left} tokens too long: the context of {room.context_length} must hold it "

@@ -204,9 +204,6 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
     )  # fmt: skip
 
 
-_LLADA2_EDIT_TOKENS = ("delete_token_id", "split_token_id")
-
-
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     """LLaDA2.0 to 2.2, in blocks; the tokens of 2.2 that delete and insert are excluded here."""
     if capacity := raw.get("expert_capacity") or 0:  # the public class of 2.2 passes over groups
@@ -226,10 +223,11 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
         require_key(raw, key)
     if not experts.first_k_dense_replace:
         raw = raw | {"intermediate_size": inner}
+    edits = ("delete_token_id", "split_token_id")
     return read_transformers_config(
         raw, qkv_bias=raw.get("use_qkv_bias"), qk_norm=raw.get("use_qk_norm") is not False, shifted=False,
         experts=experts, block_size=raw.get("block_size") or 32, block_grid="prompt",
-        excluded_token_ids=[raw[key] for key in _LLADA2_EDIT_TOKENS if raw.get(key) is not None],
+        excluded_token_ids=[raw[key] for key in edits if raw.get(key) is not None],
         partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
     )  # fmt: skip
 

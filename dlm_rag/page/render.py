@@ -16,12 +16,11 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlm_rag.decode.provisional_log import are_deltas_valid
 from dlm_rag.decode.rollout import Rollout, RolloutStep, Span, describe_abstention, split_citable_spans
@@ -41,8 +40,7 @@ READ_SETTINGS = {"query_policy": str, "query_threshold": int | float, "abstain":
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 
 
-@dataclass(frozen=True)
-class TraceRun:
+class TraceRun(NamedTuple):
     """Rollouts of one setting."""
 
     name: str

@@ -267,7 +267,7 @@ class AnswerService(HttpService):
         self.app = access.create_app(routes + ([search.route] if search else []), OPEN_PATHS)
 
     @property
-    def error(self) -> BaseException | None:
+    def error(self) -> BaseException | None:  # type: ignore[override]
         return self.engine.error or (self._search.error if self._search else None)
 
     def close(self) -> None:

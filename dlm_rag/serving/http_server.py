@@ -207,16 +207,11 @@ class HttpService:
 
     app: ASGIApp
     max_body_bytes = 2**20
+    error: BaseException | None = None  # why the service has ended by itself, if it has
 
     def __init__(self) -> None:
         self.connections: Collection[object] = ()
-        self._failure: BaseException | None = None
         self._thread = ThreadPoolExecutor(1)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why the service has ended by itself, if it has."""
-        return self._failure
 
     async def read(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
         """Returns what `parse` returns of the body; raises `ApiError` for one too slow or too large.
@@ -328,7 +323,7 @@ class SearchService(HttpService):
             raise
         except Exception as error:
             if isinstance(error, UserError):
-                self._failure = error
+                self.error = error
             else:
                 log.warning("a search failed", exc_info=error)
             raise ApiError(500, f"the search failed: {summarize_error(error)}") from None

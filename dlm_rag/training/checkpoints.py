@@ -38,7 +38,7 @@ from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.paths import compute_file_digest, digest_file, expand_path, write_text_atomic
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.distributed import DistributedContext, check_peers, get_full_tensor
+from dlm_rag.training.distributed import DistributedContext, check_peers
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.task import Task, TaskState
 
@@ -276,14 +276,10 @@ def _collect_tensors(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return tensors
 
 
-def gather_full_state_dict(denoiser: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """All weights of the denoiser by their names, gathered in host memory of processes that `keep` them."""
-    found = dict[str, Tensor]()
-    for name, value in get_model_state_dict(denoiser).items():
-        whole = get_full_tensor(value)
-        if keep:
-            found[name] = whole.cpu()
-    return found
+def gather_full_state_dict(denoiser: nn.Module) -> dict[str, Any]:
+    """All weights of the denoiser by their names, gathered in host memory of the first process."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(denoiser, options=options)
 
 
 def _last_line(error: BaseException) -> str:

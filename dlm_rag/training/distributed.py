@@ -238,11 +238,6 @@ def get_local(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def get_full_tensor(value: Any) -> Tensor:
-    """A whole tensor; all processes that have shards of it must call."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:
     """While it is open, backward sums no gradients of whole copies: for all parts but the last."""
     # Shards sum theirs in every part: kept until the last, they would be as large as all weights.

@@ -9,8 +9,8 @@ import itertools
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ MOST_LOST_SHARE = 0.05  # of the tokens, at the ends of files, without a word ab
 GOLDEN_RATIO_STEP = 0.6180339887498949  # rows of a sequence get times spread by it
 
 
-@dataclass(frozen=True)
-class TokenFile:
+class TokenFile(NamedTuple):
     """A file of documents as token ids: (n,) of them, and where each document ends."""
 
     tokens: NDArray[np.uint32]

@@ -159,7 +159,7 @@ class InitialModel:
 
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
-        merged = merge_lora_weights(tensors, self.lora_rank)
+        merged = merge_lora_weights(tensors)
         tensors = {name: value.to(dtype) for name, value in merged.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         extra |= {} if self.tokenizer.thinks else {"thinks": False}
@@ -174,10 +174,8 @@ class InitialModel:
         write_generation_config(folder, self.config)
 
 
-def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def merge_lora_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A denoiser's tensors by their plain names, adapters added to their weights: W + 2 B A."""
-    if not rank:
-        return tensors
     found = {}
     for name, value in tensors.items():
         if ".lora_" in name:

@@ -6,7 +6,6 @@ python sample.py --model GSAI-ML/LLaDA-8B-Instruct --plan plan.machine=v100
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -91,8 +90,7 @@ def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: Longes
     return kept + max(call + gathered, logits)
 
 
-@dataclass(frozen=True)
-class DecodeStepPlan:
+class DecodeStepPlan(NamedTuple):
     """A denoising step of `decode.batch_size` rows on one device: bytes, and seconds of either bound."""
 
     memory: float
@@ -133,8 +131,7 @@ MEMORY_REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
+class TrainingPlan(NamedTuple):
     """A step of a run on `devices` devices of a kind that need not be known."""
 
     train: TrainConfig

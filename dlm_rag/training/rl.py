@@ -138,19 +138,15 @@ def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: Trai
 def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[PolicyRow]:
     """`train.train_steps_per_rollout` steps of a rollout, sampled without replacement, each weighted by the
     number of steps it represents: the expectation of their weighted sum is the sum over all."""
-    steps = [step for step in rollout.steps if step.action is not None]
-    most, each = train.train_steps_per_rollout or len(steps), 1.0
-    if most < len(steps):
-        each = len(steps) / most
-        steps = random.Random(f"steps/{train.seed}/{rollout.id}").sample(steps, most)
-    rows = []
-    for step in steps:
-        action, shown = step.action, rollout.states[step.step]
-        assert action is not None
-        numbers = advantage * each, action.log_prob, shown.barred
-        did = action.candidates, action.tokens, action.forced
-        rows.append(PolicyRow(shown.training_row, *did, *numbers))
-    return rows
+    acted = [(rollout.states[step.step], step.action) for step in rollout.steps if step.action is not None]
+    most, each = train.train_steps_per_rollout or len(acted), advantage
+    if most < len(acted):
+        each = advantage * len(acted) / most
+        acted = random.Random(f"steps/{train.seed}/{rollout.id}").sample(acted, most)
+    return [
+        PolicyRow(at.training_row, did.candidates, did.tokens, did.forced, each, did.log_prob, at.barred)
+        for at, did in acted
+    ]
 
 
 def _count_group(group: Sequence[Rollout], found: list[dict[str, float]]) -> dict[str, float]:
@@ -181,9 +177,8 @@ class PolicyObjective(nn.Module):
         super().__init__()
         self.denoiser = denoiser
         self.excluded_ids = np.array([mask_id, *denoiser.config.excluded_token_ids])
-        self.soft = policy.SoftThreshold(
-            settings.temperature, settings.commit_threshold, settings.gate_temperature
-        )
+        soft = settings.temperature, settings.commit_threshold, settings.gate_temperature
+        self.soft = policy.SoftThreshold(*soft)
         fitting = MAX_LOGIT_BYTES // (4 * LOGIT_COPIES * denoiser.config.vocab_size)
         self.logit_chunk = max(1, min(self.logit_chunk, fitting))
 
@@ -292,14 +287,10 @@ class RlTask(Task):
         """
         train, rule = config.train, config.decode.commit_rule or own_rule or "threshold"
         return replace_settings(
-            config.decode,
-            commit_rule="sampled_left_to_right" if find_rule(rule).in_order else "sampled",
-            temperature=train.temperature,
-            edit_threshold=None,
-            blocks_at_once=1,
+            config.decode, temperature=train.temperature, edit_threshold=None, blocks_at_once=1,
+            commit_rule="sampled_left_to_right" if find_rule(rule).in_order else "sampled", seed=train.seed,
             batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
-            seed=train.seed,
-        )
+        )  # fmt: skip
 
     def open_data(self) -> Validation:
         run, train = self.run, self.train

@@ -55,10 +55,8 @@ class IndexedWorld:
         world = self.world = make_world(seed, "train", passages)
         self.by_id = {entity.id: entity for entity in world.entities}
         with tempfile.TemporaryDirectory() as folder:  # mapped files live on after they are unlinked
-            path = Path(folder, "corpus.jsonl")
-            records = (synthetic_world.build_passage_record(world, entity) for entity in world.entities)
-            path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-            self.retriever = load_retriever(path, top_k=top_k, index_dir=f"{folder}/index")
+            records = [synthetic_world.build_passage_record(world, entity) for entity in world.entities]
+            self.retriever = load_retriever(records, top_k=top_k, index_dir=f"{folder}/index")
         self.passages = {passage.id: passage for passage in self.retriever.corpus}
 
 
@@ -344,14 +342,12 @@ def open_world_validation(run: Run) -> QuestionValidation:
 
     def write(folder: Path) -> None:
         seed, passages = VALIDATION_SEED + train.seed, train.world_passages
-        written = write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
-        responses = [question.reasoning for question in written]
-        (folder / "responses.json").write_text(json.dumps(responses), encoding="utf-8")
+        write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
 
     built = build_once(run.folder / "validation", write)
-    responses = json.loads((built / "responses.json").read_text(encoding="utf-8"))
-    pairs = zip(read_questions(built / "questions.jsonl"), responses, strict=True)
-    questions = [replace(question, response=response) for question, response in pairs]
+    lines = (built / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = zip(read_questions(built / "questions.jsonl"), map(json.loads, lines), strict=True)
+    questions = [replace(question, response=row["reasoning"]) for question, row in pairs]
     index, top_k = str(built / "index"), config.retrieval.top_k
     retriever = load_retriever(built / "corpus.jsonl", top_k=top_k, index_dir=index)
     return QuestionValidation(questions, retriever, config)

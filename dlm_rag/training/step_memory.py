@@ -5,8 +5,7 @@ kernels allocate internally is not seen.
 """
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +82,7 @@ def even_grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 FLOAT32_BYTES = 4  # bytes of a weight under training, of its gradient, of a number of the optimizer
 
 
-@dataclass(frozen=True)
-class StepMemory:
+class StepMemory(NamedTuple):
     """Bytes on one device that holds everything, for one part of a step; and what its forward computes."""
 
     weights: int

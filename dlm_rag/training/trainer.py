@@ -147,7 +147,8 @@ class Trainer:
         The one wait for the device in a step."""
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
         gradients = [p.grad for p in trained if p.grad is not None]
-        norm = distributed.get_full_tensor(torch.nn.utils.get_total_norm(gradients))
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # Not a number on one process is so on all, whose scales stay the same.
         norm = norm.where(norm.isfinite(), math.nan) / self._scaler.scale(torch.ones_like(norm))
         torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
@@ -225,7 +226,7 @@ class Trainer:
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
-        tensors = gather_full_state_dict(self.denoiser, self.processes.is_main)
+        tensors = gather_full_state_dict(self.denoiser)
         if self.processes.is_main:
             self.origin.export(folder, tensors, dtype)
         self.processes.barrier()

@@ -54,7 +54,7 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
     denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
-    origin.export(tmp_path / "out", gather_full_state_dict(denoiser, True), torch.float32)
+    origin.export(tmp_path / "out", gather_full_state_dict(denoiser), torch.float32)
     again = Denoiser.from_pretrained(tmp_path / "out")
     assert again.config.evidence_layout == "independent"
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
@@ -69,7 +69,7 @@ def test_qwen3_is_trained_and_decodes_on_one_prompt_without_thoughts(tmp_path):
     template = "{{ messages[0].content }}{% if enable_thinking is false %}<no>{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
-    state = gather_full_state_dict(build_denoiser(origin), True)
+    state = gather_full_state_dict(build_denoiser(origin))
     origin.export(tmp_path / "out", state, torch.float32)
     readers = origin.tokenizer, Tokenizer.from_pretrained(tmp_path / "out")
     prompts = {bytes(t for t in each.build_prompt("Who?", []).ids if t < 256) for each in readers}
@@ -96,7 +96,7 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
     denoiser = build_denoiser(origin)
-    tensors = gather_full_state_dict(denoiser, True)
+    tensors = gather_full_state_dict(denoiser)
     origin.export(tmp_path, tensors, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
             if "lora_B" in name:
                 value.normal_(0, 0.05)
         plain = Denoiser(origin.config)
-        plain.load_state_dict(merge_lora_weights(denoiser.state_dict(), 4))
+        plain.load_state_dict(merge_lora_weights(denoiser.state_dict()))
         expected = denoiser(IDS)
         torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=1e-4)
         original = Denoiser.from_pretrained(folder)(IDS)

@@ -266,11 +266,12 @@ def test_the_loss_is_the_reward_of_all_trajectories(train_steps_per_rollout, mon
         for step in path:
             expected = expected - probability * advantage * ours.log_prob(*step)
         steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(len(path))]
-        draws = list(itertools.combinations(steps, train_steps_per_rollout or len(steps)))
+        states = {n: SimpleNamespace(training_row=step, barred=None) for n, step in enumerate(path)}
+        acted = [(states[step.step], step.action) for step in steps]
+        draws = list(itertools.combinations(acted, train_steps_per_rollout or len(steps)))
         share = probability / len(draws)
         for draw in draws:
             monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
-            states = {n: SimpleNamespace(training_row=step, barred=None) for n, step in enumerate(path)}
             rollout = Rollout("q", "Who?", "joint", 2, steps, states=states)
             for part in sample_rollout_steps(rollout, advantage, train):
                 canvas, taken, forced = part.state
