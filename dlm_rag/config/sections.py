@@ -122,7 +122,7 @@ class DecodeConfig(CheckedSettings):
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
-    """confidence from which a position is committed (tau_c); by rules that sample, with odds of 1:1"""
+    """confidence from which a position is committed (tau_c); where sampled, with probability 1/2 at it"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampling rules, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
@@ -179,7 +179,7 @@ class DecodeConfig(CheckedSettings):
             raise ConfigError("copy_words is for tokens that stay: leave it or edit_threshold out")
         if self.tokens_per_step and self.steps_per_block:
             raise ConfigError("tokens_per_step and steps_per_block say what a step commits: leave one out")
-        if (self.commit_rule or "").startswith("sampled") and not 0 < self.commit_threshold < 1:
+        if self.commit_rule in ("sampled", "sampled_left_to_right") and not 0 < self.commit_threshold < 1:
             raise ConfigError(f"commit_rule={self.commit_rule} needs a commit_threshold between 0 and 1")
 
 

@@ -274,7 +274,7 @@ class Row:
             told += [end] if told[-1] + 1 == end in tokens else []
             # Guessed behind another token and confirmed by a text, not by the model: no measure of it.
             unsure = {n for n in told if tokens[n].confidence < self.settings.commit_threshold}
-            if self.words is not None:
+            if self.words is not None and not find_rule(self.settings.commit_rule or "threshold").samples:
                 told = [n for n in told if n not in unsure or steps.get(n - 1) != steps[n]] or told
             total = sum(tokens[position].log_prob or 0.0 for position in told)
             rollout.confidence = math.exp(total / len(told))

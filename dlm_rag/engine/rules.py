@@ -69,7 +69,7 @@ class RuleContext:
 class SampledCommits:
     """What a stochastic rule has drawn.
 
-    - opened: (n,) which candidates are committed, at least one.
+    - opened: (n,) which of the first n candidates are committed, at least one; the others were none.
     - log_prob: log-probability of this draw in nats.
     - forced: whether no candidate was drawn, and one had to be chosen.
     - tokens: the committed proposals, if they differ from the candidates' own.
@@ -165,7 +165,7 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
 def sample_commits(candidates: Proposals, context: RuleContext, in_order: bool = False) -> SampledCommits:
     """Commits by a soft threshold on what the denoiser says (`engine/policy.py`).
 
-    in_order: from left to right, up to the first that stays; the others are then no candidates.
+    in_order: from left to right, also repeated tokens, up to the first that stays, the last candidate.
     """
     assert context.draws is not None
     *_, gates, places, _ = context.draws

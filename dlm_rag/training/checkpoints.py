@@ -184,7 +184,8 @@ class Checkpoints:
     def __init__(self, task: Task, processes: DistributedContext) -> None:
         """Raises `ConfigError` if the run here began with other settings or other contents of files."""
         config, self.folder, self.processes = task.run.config, task.run.folder, processes
-        self._settings = collect_settings(config, type(task))
+        own_rule = task.run.origin.config.decode_settings.get("commit_rule")
+        self._settings = collect_settings(config, type(task), own_rule)
         self._fingerprints = fingerprint_files(config, task.run.origin) if processes.is_main else {}
         begun = find_latest_checkpoint(self.folder)
         self.has_begun = begun is not None
@@ -307,8 +308,8 @@ FINGERPRINTED_KEYS = (
 DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.finished_block_context")
 
 
-def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
-    """What a run of this task depends on, by dotted keys."""
+def collect_settings(config: Config, task: type[Task], own_rule: str | None = None) -> dict[str, Any]:
+    """What a run of this task depends on, by dotted keys; own_rule: the checkpoint's for commits."""
     values, objective = flatten_settings(config), config.train.objective
     held = {*DECODE_SHAPE_KEYS, "prompt"}
     held |= {key for key in values if key.startswith(("model.", "retrieval.", "data."))}
@@ -316,11 +317,12 @@ def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
         need = get_field_metadata(item, "only_with") or {}
         if ":" in objective or objective in need.get("train.objective", (objective,)):
             held.add(f"train.{item.name}")
-    if (decode := task.rollout_settings(config)) is not None:
+    if (decode := task.rollout_settings(config, own_rule)) is not None:
         values |= (rollouts := flatten_settings(decode, "decode."))
         held |= rollouts.keys()
     free = CHANGEABLE_KEYS - ({"train.eval_questions"} if config.data.questions is not None else set())
-    return {key: values[key] for key in values if key in held - free}
+    keys = sorted(values, key=lambda key: key.startswith("decode."))
+    return {key: values[key] for key in keys if key in held - free}
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:

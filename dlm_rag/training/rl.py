@@ -56,7 +56,7 @@ class PolicyRow(NamedTuple):
 
     state: LaidOutRow
     candidates: tuple[int, ...]
-    committed_tokens: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
+    committed_tokens: tuple[int, ...]  # of each candidate the token drawn, -1 where it stayed
     forced: bool
     weight: float  # its advantage, times the number of steps of its rollout that it represents
     old_log_prob: float
@@ -241,8 +241,7 @@ NOT_IN_ROLLOUTS = (
     "decode.edit_threshold", "decode.blocks_at_once", "decode.temperature", "decode.seed",
     "engine.cache_dtype",
 )  # fmt: skip
-RULES_ACCEPTED = ("threshold", "sampled", "left_to_right", "sampled_left_to_right")
-ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": RULES_ACCEPTED}
+ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "left_to_right")}
 
 
 class RlTask(Task):
@@ -274,8 +273,8 @@ class RlTask(Task):
         for key in NOT_IN_ROLLOUTS:
             if values[key] not in (defaults[key], *ACCEPTED.get(key, ())):
                 raise ConfigError(
-                    f"{key}={values[key]} does not go with train.objective=rl, whose rollouts commit by "
-                    "rules sampled at train.temperature and train.seed, block by block: leave it out"
+                    f"{key}={values[key]} does not go with train.objective=rl, whose rollouts are "
+                    "sampled, at train.temperature and with train.seed, block by block: leave it out"
                 )
         cls.rollout_settings(config)
 
@@ -283,7 +282,7 @@ class RlTask(Task):
     def rollout_settings(cls, config: Config, own_rule: str | None = None) -> DecodeConfig:
         """As the config and the checkpoint say, but sampled, without what no gradient is computed for.
 
-        own_rule: the checkpoint's, if it has one; from left to right, it is sampled so.
+        own_rule: the checkpoint's, if it has one. A rule from left to right is sampled so.
         """
         train, rule = config.train, config.decode.commit_rule or own_rule or "threshold"
         return replace_settings(

@@ -204,10 +204,9 @@ class QuestionValidation:
 
     def __init__(self, questions: list[Question], retriever: CorpusRetriever, config: Config) -> None:
         self.questions, self._seed = questions, config.train.seed
-        self._retriever, self._config = retriever, config.decode
-        if not (config.decode.commit_rule or "").startswith("sampled"):  # rollouts alone read it
-            soft = DecodeConfig().gate_temperature
-            self._config = replace_settings(config.decode, gate_temperature=soft)
+        soft = DecodeConfig() if config.train.objective == "rl" else config.decode  # rollouts alone read it
+        own = replace_settings(config.decode, gate_temperature=soft.gate_temperature)
+        self._retriever, self._config = retriever, own
         self._engine = config.engine.for_training_rollouts
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:

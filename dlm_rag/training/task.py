@@ -74,8 +74,8 @@ class Task:
         """Raises `ConfigError` for settings that do not go with the objective."""
 
     @classmethod
-    def rollout_settings(cls, config: Config) -> DecodeConfig | None:
-        """How the objective decodes in training; None if it does not."""
+    def rollout_settings(cls, config: Config, own_rule: str | None = None) -> DecodeConfig | None:
+        """How the objective decodes a checkpoint of this commit rule; None if it does not."""
         return None
 
     def open_data(self) -> Validation:
