@@ -25,6 +25,7 @@ from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.files.journal import hold_file_lock
+from dlm_rag.model.checkpoint import write_generation_config
 from dlm_rag.training.checkpoints import (
     CHANGEABLE_KEYS,
     RECORD_FILE,
@@ -176,7 +177,10 @@ BEGUN = {
 def begun(tmp_path_factory):
     """Beneath one folder a model, data, and runs from them that have saved a checkpoint at once."""
     write_own_data(base := tmp_path_factory.mktemp("begun"))
-    tiny_denoiser(max_position_embeddings=512).save_pretrained(base / "model", eos_token_id=257)
+    denoiser = tiny_denoiser(max_position_embeddings=512)
+    denoiser.save_pretrained(base / "model", eos_token_id=257)
+    own = replace(denoiser.config, decode_settings={"commit_rule": "left_to_right"})
+    write_generation_config(base / "model", own)
     byte_tokenizer().save_pretrained(base / "model")
     for name in BEGUN:
         open_run(base, name).save()
@@ -203,6 +207,8 @@ def open_run(base: Path, name: str, *words: str) -> Trainer:
         ("sft", "train.eval_questions=2", "train.eval_questions=1, not 2"),
         ("sft", "prompt=search_r1", "prompt=None, not search_r1"),
         ("rl", "decode.gate_temperature=1", "decode.gate_temperature=2.0, not 1.0"),
+        ("rl", "train.temperature=0.5", "train.temperature=1.0, not 0.5"),
+        ("rl", "decode.commit_rule=threshold", "decode.commit_rule=sampled_left_to_right, not sampled"),
         ("documents", "train.seed=1", "train.seed=0, not 1"),
     ],
 )
