@@ -205,6 +205,8 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
     if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
         return  # at the threshold, or of equal confidence, both may be right
+    if (-logits[:, : V - 1].topk(2).values.diff()).min() < 0.02:
+        return  # two tokens are as probable
     repeated = (np.diff(found.token_ids) == 0).any()  # one that repeats the last waits: for another test
     hard = {
         "sampled": select_by_threshold(found.confidence, tau),
