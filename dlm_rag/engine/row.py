@@ -93,7 +93,7 @@ class Canvas:
         """The uniform numbers of a step by position, (5, n) for a rule that samples, of which the last row
         has no use, (1, n) for sampled tokens; and the temperature of these.
         """
-        rule = find_rule(settings.commit_rule or "threshold")
+        rule = find_rule(settings.commit_rule)
         count = 5 if rule.samples else int(settings.temperature > 0)
         return sample_uniform(generator, count, self.length) if count else None, settings.temperature
 
@@ -235,7 +235,7 @@ class Row:
         """
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         laid = self.laid_out_prompt
-        in_order = laid.shifted and find_rule(settings.commit_rule or "threshold").in_order
+        in_order = laid.shifted and find_rule(settings.commit_rule).in_order
         if laid.predicts_next_block and self.canvas.first_masked == begin and not in_order:
             return begin, begin
         ahead = resolve_query_threshold(settings.query_policy, settings.query_threshold) <= 1
@@ -274,7 +274,7 @@ class Row:
             told += [end] if told[-1] + 1 == end in tokens else []
             # Guessed behind another token and confirmed by a text, not by the model: no measure of it.
             unsure = {n for n in told if tokens[n].confidence < self.settings.commit_threshold}
-            if self.words is not None and not find_rule(self.settings.commit_rule or "threshold").samples:
+            if self.words is not None and not find_rule(self.settings.commit_rule).samples:
                 told = [n for n in told if n not in unsure or steps.get(n - 1) != steps[n]] or told
             total = sum(tokens[position].log_prob or 0.0 for position in told)
             rollout.confidence = math.exp(total / len(told))

@@ -189,6 +189,7 @@ def sample_commits(candidates: Proposals, context: RuleContext, in_order: bool =
 
 
 _SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
+_sample_in_order = partial(sample_commits, in_order=True)
 _SOFT = ("commit_threshold", "gate_temperature")
 RULES = {
     "threshold": Rule(
@@ -209,18 +210,18 @@ RULES = {
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
     "sampled": Rule(sample_commits, ("actions",), _SOFT, samples=True),
     "sampled_left_to_right": Rule(
-        partial(sample_commits, in_order=True), ("actions",), (*_SOFT, "copy_words"), True, in_order=True
+        _sample_in_order, ("actions",), (*_SOFT, "copy_words"), samples=True, in_order=True
     ),
 }
 
 
 @cache
-def find_rule(name: str) -> Rule:
-    """The rule of that name in `RULES`, or at `module:name`: a `Rule`, or its `choose` alone.
+def find_rule(name: str | None) -> Rule:
+    """The rule of that name (None: threshold), or at `module:name`: a `Rule`, or its `choose` alone.
 
     Raises `ConfigError` where there is none.
     """
-    found = resolve_or_import(RULES, name, "decode.commit_rule", 2)
+    found = resolve_or_import(RULES, name or "threshold", "decode.commit_rule", 2)
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
 
 
@@ -230,7 +231,6 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
     A deterministic rule commits at most `tokens_per_step` (None: no limit) of those it chose: the most
     confident, from left to right the first.
     """
-    assert context.settings.commit_rule is not None
     rule = find_rule(context.settings.commit_rule)
     chosen = rule.choose(candidates, context)
     if isinstance(chosen, SampledCommits):

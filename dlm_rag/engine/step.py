@@ -95,7 +95,7 @@ def build_row_input(row: Row) -> RowInput:
     positions = begin + np.flatnonzero(asked)
     if settings.mode == "autoregressive" and row.laid_out_prompt.unseen_segments:
         begin -= 1  # the last token alone sees the evidence
-    rule = find_rule(settings.commit_rule or "threshold")
+    rule = find_rule(settings.commit_rule)
     draws, temperature = canvas.draw_numbers(settings, row.generator)
     row.draws = draws if rule.samples else None
     quantiles, soft = None, None
@@ -158,7 +158,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
     first, ids, texts, settings = row.canvas.first_masked, row.written, row.read_texts, row.settings
     if (chosen.positions != first + np.arange(len(chosen.positions))).any():
         return chosen  # a rule of one's own may leave gaps
-    goes_on = find_rule(settings.commit_rule or "threshold").in_order
+    goes_on = find_rule(settings.commit_rule).in_order
     goes_on = goes_on and not (settings.tokens_per_step or settings.steps_per_block)
     left = proposals.subset(proposals.positions < row.open_spans[0].end) if goes_on else chosen
     shown = len(left.positions)

@@ -286,7 +286,7 @@ class ChatResponse:
         settings, most = rollout.settings, min(rollout.canvas_length, self._most)
         if rollout.answer_form == "whole" or settings["edit_threshold"] is not None:
             return ""
-        if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
+        if find_rule(settings["commit_rule"]).redraws:  # finished blocks are certain
             block = settings["block_length"]
             most = max(tokens, default=0) // block * block
         held = takewhile(lambda token: token is not None, map(tokens.get, range(most)))

@@ -284,7 +284,7 @@ class RlTask(Task):
 
         own_rule: the checkpoint's, if it has one. A rule from left to right is sampled so.
         """
-        train, rule = config.train, config.decode.commit_rule or own_rule or "threshold"
+        train, rule = config.train, config.decode.commit_rule or own_rule
         return replace_settings(
             config.decode, temperature=train.temperature, edit_threshold=None, blocks_at_once=1,
             commit_rule="sampled_left_to_right" if find_rule(rule).in_order else "sampled", seed=train.seed,
