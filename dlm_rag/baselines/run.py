@@ -80,9 +80,7 @@ class ChatClient:
 
     def __init__(self, setting: str, address: str, key_variable: str) -> None:
         if (found := _MODEL_URL.fullmatch(address)) is None or "@" in found[2]:
-            raise ConfigError(
-                f"{setting}={address} must be openai://HOST:PORT/v1/NAME, or openais:// for TLS"
-            )
+            raise ConfigError(f"{setting}={address} is not openai://HOST:PORT/v1/NAME (openais:// for TLS)")
         self.url, self.model = f"http{found[1]}://{found[2]}", found[3]
         self._setting = f"{setting}={address}"
         self._client = http.HttpClient(self.url, key_variable, use_proxy=True)

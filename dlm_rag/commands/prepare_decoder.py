@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag import __version__, machine
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
-from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
+from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.files.hub import SHIPPED_FOLDER, is_world_model
 from dlm_rag.files.paths import digest_file
-from dlm_rag.progress import format_bytes, show_status
+from dlm_rag.progress import format_bytes, print_note, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
 from dlm_rag.retrieval.base import Retriever, wrap_oracle
@@ -197,7 +197,13 @@ def prepare_decoder(
     weights = (path, block_size) = config.model.path or "", config.model.block_size
     if is_model_url(path):
         raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
-    config = replace(config, retrieval=fill_unset(config.retrieval, read_retrieval_settings(path)))
+    wanted = fill_unset(config.retrieval, read_retrieval_settings(path))
+    idle = find_idle_settings("retrieval", wanted, flatten_settings(wanted, "retrieval."))
+    unread = {name: getattr(RetrievalConfig(), name) for name in idle if name not in wanted.given}
+    if unread and wanted.url:  # else `retrieval.method` says why
+        print_note(f"{wanted.url} searches in its own way, without the model's {', '.join(unread)}")
+    wanted = fill_unset(wanted, unread)
+    config = replace(config, retrieval=wanted)
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
@@ -273,9 +279,7 @@ def choose_devices(config: Config) -> list[torch.device]:
         "engine.memory_gib": config.engine.memory_gib is not None,
     }
     if taken := [key for key, is_set in others.items() if is_set]:
-        raise ConfigError(
-            f"model.device_map={model.device_map} names the devices of one process: leave {taken[0]} out"
-        )
+        raise ConfigError(f"model.device_map={model.device_map} is for one process: leave {taken[0]} out")
     return list_devices(model.device_map)
 
 

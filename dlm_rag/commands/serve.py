@@ -150,9 +150,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         if sock is not None:
             sock.close()
         reason = getattr(error, "strerror", None) or summarize_error(error)
-        raise ConfigError(
-            f"{host}:{port} cannot be listened at ({reason}): name another --host or --port"
-        ) from None
+        raise ConfigError(f"cannot listen at {host}:{port} ({reason}): name another host or port") from None
     return sock
 
 

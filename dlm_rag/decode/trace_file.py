@@ -320,9 +320,7 @@ class AnswersFile:
                 if self._stamp is None:
                     self._write_stamp(stamp)
                 elif (then := _describe_code(self._stamp)) != (now := _describe_code(stamp)):
-                    log.warning(
-                        "out=%s was begun by %s, this is %s: answers may differ", self._out, then, now
-                    )
+                    log.warning("out=%s was begun by %s, now %s: answers may differ", self._out, then, now)
             self.add_machine(machine)
         except BaseException:
             self.close()

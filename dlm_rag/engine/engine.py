@@ -84,9 +84,7 @@ class Decoder(NamesRemedy):
         engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
         if not hasattr(retriever, "search"):
-            raise ConfigError(
-                f"{type(retriever).__name__} is no retriever: load_retriever(corpus) makes one"
-            )
+            raise ConfigError(f"{type(retriever).__name__} is no retriever: use load_retriever(corpus)")
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.evidence_layout = layout = evidence_layout or denoiser.config.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
@@ -431,9 +429,7 @@ def resolve_settings(
         return shape.adapter.resolve_settings(settings, shape)
     block, modes = shape.block_size, shape.decode_modes
     if (mode := settings.mode or shape.decode_settings.get("mode") or modes[0]) not in modes:
-        raise ConfigError(
-            f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
-        )
+        raise ConfigError(f"decode.mode={mode}: this model is only for {' and '.join(modes)}, leave it out")
     facts: dict[str, Any] = {"attention_blocks": bool(block), "decode.mode": mode}
     if settings.abstain is None:
         facts["decode.abstain"] = shape.abstain
@@ -445,9 +441,7 @@ def resolve_settings(
         if (name, settings.finished_block_context) != ("finished_block_context", order):
             raise ConfigError(f"decode.{name}={reason}: leave it out")
     if block and settings.block_length and block % settings.block_length:
-        raise ConfigError(
-            f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
-        )
+        raise ConfigError(f"block_length={settings.block_length} must divide the model's blocks of {block}")
     length = settings.max_new_tokens or shape.canvas_length
     defaults: dict[str, Any] = {
         "mode": mode, "max_new_tokens": length, "finished_block_context": order, "abstain": shape.abstain
@@ -466,7 +460,7 @@ def resolve_settings(
             f"blocks_at_once={settings.blocks_at_once}: a finished block {why} here; set blocks_at_once=1"
         )
     assert settings.finished_block_context is not None
-    check_finished_blocks(shape, settings.finished_block_context, layout or shape.evidence_layout)
+    check_finished_blocks(shape, settings.finished_block_context, layout or shape.evidence_layout, mode)
     return settings
 
 

@@ -369,9 +369,7 @@ class Searches:
         try:
             scores = self.model_runner.score(inputs) if inputs else []
         except torch.OutOfMemoryError:
-            log.warning(
-                "no memory to measure relevance: %d answers go without; set a smaller batch", len(asked)
-            )
+            log.warning("no memory to measure relevance of %d answers: set a smaller batch", len(asked))
             scores = []
         for row, with_passages, without in zip(asked, scores[::2], scores[1::2], strict=False):
             if math.isfinite(found := with_passages - without):

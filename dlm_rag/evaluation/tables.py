@@ -296,9 +296,13 @@ class Cell(NamedTuple):
     seed: int
 
     @property
-    def is_done(self) -> bool:
+    def has_scores(self) -> bool:
         done = read_json_or_empty(self.folder / CELL_FILE).get("words") == [*self.words]
         return done and (self.folder / "scores.json").is_file()
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_scores and not read_json_or_empty(self.folder / CELL_FILE).get("failed")
 
     @property
     def name(self) -> str:

@@ -193,13 +193,21 @@ def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str
             )
 
 
-def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
+def check_finished_blocks(
+    shape: DenoiserConfig, finished_block_context: str, layout: str, mode: str | None = "diffusion"
+) -> None:
     """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
     own = EVIDENCE_LAYOUTS[layout]
     if shape.routes_blocks and own.separate_passages:
         raise ConfigError(
             f"evidence_layout={layout}: the choice of experts of this model reads the prompt in one piece; "
             "set evidence_layout=joint"
+        )
+    next_token = shape.block_size and shape.predicts_next_block and mode == "diffusion"
+    if next_token and finished_block_context == "no_evidence":
+        raise ConfigError(
+            "finished_block_context=no_evidence: a finished token predicts the first of the next block "
+            "without evidence; set decode.finished_block_context=recompute"
         )
     alone = own.separate_passages and not own.runs_with_canvas
     if shape.block_size and finished_block_context != "recompute" and not alone:

@@ -38,7 +38,7 @@ SUPPORTED_FORMATS = (
 FIELD_ALIASES = {
     "id": ("id", "_id", "question_id", "questionid", "wikipedia_id",  # TriviaQA, KILT
            "docid", "doc_id", "passage_id", "pid"),  # Pyserini, MS MARCO
-    "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
+    "question": ("question", "query", "text", "input"),  # MS MARCO, BEIR's queries, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
@@ -149,9 +149,7 @@ def list_row_files(folder: Path, error: type[UserError]) -> list[Path]:
     paths = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     files = [path for path in paths if _get_suffix(path) in ROW_FILE_SUFFIXES]
     if not files:
-        raise error(
-            f"the folder '{folder}' has no file of rows ({', '.join(ROW_FILE_SUFFIXES)}): name a file"
-        )
+        raise error(f"'{folder}' has no file of rows ({', '.join(ROW_FILE_SUFFIXES)}): name a file")
     return files
 
 

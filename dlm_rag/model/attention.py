@@ -192,9 +192,7 @@ def choose_backend(
     """
     if causal_context and requested != "indexed":
         if requested not in ("auto", "sdpa"):
-            raise ConfigError(
-                f"attn_implementation={requested} has no masks, as needed here: set it to sdpa"
-            )
+            raise ConfigError(f"attn_implementation={requested} has no masks, needed here: set it to sdpa")
         return "sdpa"
     if requested == "auto":
         return _first_working(device, dtype)

@@ -258,7 +258,8 @@ def save_tensors(
         named = _to_family_tensors(named, config, origin.family)
         raw = _update_raw_config(origin.raw_config, config)
     place = folder / "config.json"
-    place.write_text(json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+    raw |= {**extra, "dtype": dtype, "torch_dtype": dtype}  # transformers from 5 on reads the first
+    place.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     for stale in (WEIGHTS_FILE, INDEX_FILE):  # of a model that was here before
         (folder / stale).unlink(missing_ok=True)
     split = split_torch_state_dict_into_shards(named, max_shard_size=SHARD_BYTES)
@@ -370,9 +371,7 @@ def _read_scale(folder: Path, config: dict[str, Any]) -> float:
 
 
 def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabulary: Any) -> None:
-    shards = sorted(base.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(f"{base} has no safetensors, and {folder} is an adapter of it")
+    shards = stored_tensors.list_shards(base)
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as adapter:
         pairs = _list_pairs(folder / ADAPTER_WEIGHTS, list(adapter.keys()))
         with report_progress(f"merging {folder.name}", len(shards)) as advance:

@@ -4,6 +4,7 @@ Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model widt
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,7 +98,8 @@ class Router(nn.Module):
         e = self.experts
         # As in the public code: sigmoids are float32 from the weights on, softmax from their sums on.
         if e.score_function == "sigmoid":
-            scores = F.linear(x.float(), self.weight.float()).sigmoid()
+            with torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext():
+                scores = F.linear(x.float(), self.weight.float()).sigmoid()
         else:
             scores = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
         preferred = scores if self.expert_bias is None else scores + self.expert_bias
@@ -287,7 +289,7 @@ def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
         hidden_size=config.num_attention_heads * config.head_dim, head_dim=config.head_dim,
         num_attention_heads=config.num_attention_heads,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_theta": config.rope_theta, **scaling},
+        rope_parameters={**scaling, "rope_theta": config.rope_theta},
     )  # fmt: skip
     with torch.device("cpu"):  # the caller may be building on the meta device
         frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))

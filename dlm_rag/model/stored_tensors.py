@@ -153,9 +153,7 @@ def match_tensors(
     experts = config.experts.num_experts if config.experts is not None and family.separate_experts else 0
     for number, what in ((config.num_hidden_layers, "layers"), (experts, "experts")):
         if number > len(found):  # before as many names are made
-            raise CheckpointError(
-                f"{folder} has {len(found)} tensors, too few for the {number} {what} of its config"
-            )
+            raise CheckpointError(f"{folder} has {len(found)} tensors, too few for {number} {what}")
     with translate_failures(CheckpointError, str(folder / "config.json")):  # sizes that overflow
         wanted = list_tensor_shapes(config)
     sources = {n: family.list_sources(other_names.get(n, n), shape, config) for n, shape in wanted.items()}
@@ -211,7 +209,7 @@ def _take_tensor(
 def _read_headers(folder: Path) -> dict[str, _Header]:
     """What the files of a folder say about their tensors, by name."""
     headers: dict[str, _Header] = {}
-    for path in _list_shards(folder):
+    for path in list_shards(folder):
         broken = f"{path} is not a complete safetensors file, fetch or write it again"
         with translate_failures(CheckpointError, broken), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -222,7 +220,8 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     return headers
 
 
-def _list_shards(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
+    """The files of a checkpoint's weights. Raises `CheckpointError` where some are missing."""
     weights, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if index.is_file():
         weight_map = read_checkpoint_json(index).get("weight_map")

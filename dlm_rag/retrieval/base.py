@@ -203,6 +203,7 @@ class CorpusRetriever(TextRetriever):
     """
 
     leaves_out = False
+    weights = ""  # digest of those that rank, if any do
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
@@ -212,7 +213,7 @@ class CorpusRetriever(TextRetriever):
 
     @property
     def fingerprint(self) -> str:
-        return self.corpus.fingerprint
+        return self.corpus.fingerprint + self.weights
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
@@ -356,7 +357,7 @@ class OracleRetriever(CorpusRetriever):
 
     def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
         super().__init__(inner.corpus, inner.top_k)
-        self._inner, self._rows = inner, dict[str, Ranking]()
+        self._inner, self._rows, self.weights = inner, dict[str, Ranking](), inner.weights
         rows = _find_supports(questions.values(), inner.corpus)
         for part, question in questions.items():
             keys, place = _list_supports(question), question.place or question.id
@@ -422,9 +423,7 @@ def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> 
     if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
         raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
     if query != "question":
-        raise ConfigError(
-            "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
-        )
+        raise ConfigError("retrieval.oracle=true needs decode.query_policy=question: its evidence is fixed")
     check_oracle_support(questions)
     asked = dict[str, Question]()
     for each in questions:

@@ -37,6 +37,7 @@ VECTORS_FILE = "vectors.npy"
 SHARD_BYTES = 1 << 30  # of the corpus, that are encoded at once
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 _ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name another folder
+log = logging.getLogger(__name__)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -98,7 +99,9 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> base.MultiQ
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
     dense = DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
-    return base.MultiQueryRetriever(dense)
+    found = base.MultiQueryRetriever(dense)
+    found.weights = f"-{encoder.index_folder_name}"
+    return found
 
 
 def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> base.HybridRetriever:
@@ -107,14 +110,20 @@ def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> base.Hybri
 
     ranked = replace_settings(config, min_score_ratio=0.0)  # all of it, whatever a checkpoint wants
     parts = [open_bm25_retriever(ranked, corpus), open_dense_retriever(config, corpus)]
-    return base.HybridRetriever(parts, config.top_k)
+    found = base.HybridRetriever(parts, config.top_k)
+    found.weights = parts[1].weights
+    return found
 
 
 def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
     """Writes the vectors of all passages, shard by shard; what earlier attempts encoded is used."""
 
+    cut = 0
+
     def encode(rows: range) -> dict[str, np.ndarray]:
+        nonlocal cut
         texts = [passage.text for passage in corpus.read_passages(rows)]
+        cut += sum(len(text) > 5 * encoder.max_tokens for text in texts)  # perhaps shorter ones, too
         return {"vectors": encoder.encode_passages(texts).cpu().numpy()}
 
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
@@ -122,6 +131,8 @@ def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
     with report_progress(f"embedding passages with {encoder.model}", len(corpus)) as advance:
         for shard in shards:
             advance(build_shard(encode, shard))
+    if cut:
+        log.warning("%d passages exceed the %d tokens %s reads", cut, encoder.max_tokens, encoder.model)
     parts = [np.load(folder / VECTORS_FILE, mmap_mode="r") for _, folder in shards]
     layout = np.lib.format.header_data_from_array_1_0(parts[0])
     with (scratch / VECTORS_FILE).open("wb") as file:
@@ -138,7 +149,7 @@ class TextEncoder:
     def __init__(self, config: RetrievalConfig) -> None:
         self.model = config.embedding_model
         self._encoder = load_sentence_transformer(self.model)
-        self.device = self._encoder.device
+        self.device, self.max_tokens = self._encoder.device, self._encoder.max_seq_length or 2**31
         self.encode_queries: EmbedFunction = partial(self._embed, config.query_prompt)
         self.encode_passages: EmbedFunction = partial(self._embed, config.passage_prompt)
         self.index_folder_name = make_folder_name(
@@ -147,7 +158,7 @@ class TextEncoder:
 
     def _embed(self, prompt: str, texts: list[str]) -> Tensor:
         found = self._encoder.encode(
-            texts, prompt=prompt or None, batch_size=BATCH_SIZE, convert_to_tensor=True,
+            texts, prompt=prompt, batch_size=BATCH_SIZE, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():

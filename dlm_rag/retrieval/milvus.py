@@ -78,9 +78,7 @@ class MilvusCollection:
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
-            raise ConfigError(
-                f"{url} names no collection: write milvus://HOST:PORT/NAME, NAME of letters, digits, _"
-            )
+            raise ConfigError(f"{url} has no collection: milvus://HOST:PORT/NAME (letters, digits, _)")
         host, port = parts.hostname or "", parts.port or 19530
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the import
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL + 1)  # a traceback for every failure

@@ -177,6 +177,7 @@ class ChatParser:
         if (mode := given.get("mode") or own.mode) != own.mode:
             idle = find_idle_settings("decode", own, {"decode.mode": mode})
             own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})
+            own.__dict__["given"] = self._own.given.difference(idle)  # `replace` forgets what was set
         try:
             settings = self._decoder.resolve_settings(own, **given)
         except UserError as error:

@@ -190,9 +190,7 @@ def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share steps of so many items."""
     parts, sharing = train.gradient_accumulation_steps, train.context_parallel
     if count % sharing:
-        raise ConfigError(
-            f"context_parallel={sharing} must divide the number of processes (plan.devices), {count}"
-        )
+        raise ConfigError(f"context_parallel={sharing} must divide the {count} processes (plan.devices)")
     if items < count // sharing * parts:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "

@@ -99,9 +99,7 @@ class PackedDocuments:
             said = "%s of %s tokens are not trained on: a sequence of %s is of one file: join short files"
             log.warning(said, f"{lost:,}", f"{total:,}", f"{length:,}")
         if counts == self._kept:
-            log.warning(
-                "no file has 20 sequences of %s tokens: none is held out for validation", f"{length:,}"
-            )
+            log.warning("no file has 20 sequences of %s tokens: none is held out", f"{length:,}")
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some of the sequences of a step."""

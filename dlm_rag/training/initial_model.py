@@ -82,7 +82,7 @@ def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
         starts = range(0, old, MEAN_CHUNK_ROWS)
         parts = (slice(start, min(start + MEAN_CHUNK_ROWS, old)) for start in starts)
         sums = (checkpoint.read_tensor_rows(name, part).double().sum(0) for part in parts)
-        local[kept.stop - own.start :].copy_(sum(sums, torch.zeros(())) / old)
+        local[max(0, kept.stop - own.start) :].copy_(sum(sums, torch.zeros(())) / old)
 
 
 def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -154,17 +154,18 @@ class InitialModel:
         for name, whole in draw_fresh_weights(self.config, self.seed) if fresh else ():
             get_local(fresh[name]).copy_(whole[_local_rows(fresh[name])])
 
-    def export(self, folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    def export(self, folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
 
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
+        dtype: by default float32, as bfloat16 rounds small changes away; bfloat16 for a fresh model.
         """
-        merged = merge_lora_weights(tensors)
+        dtype = dtype or (torch.bfloat16 if self.checkpoint is None else torch.float32)
+        merged = merge_lora_weights(tensors, self.checkpoint if self.lora_rank else None)
         tensors = {name: value.to(dtype) for name, value in merged.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         extra |= {} if self.tokenizer.thinks else {"thinks": False}
-        if self.checkpoint is None:
-            extra["eos_token_id"] = self.tokenizer.end_id
+        extra |= {} if self.checkpoint else {"eos_token_id": self.tokenizer.end_id}
         save_tensors(tensors, self.config, folder, extra, self.checkpoint)
         self.tokenizer.inner.save_pretrained(folder)
         for path in self.checkpoint.folder.iterdir() if self.checkpoint is not None else ():
@@ -174,16 +175,23 @@ class InitialModel:
         write_generation_config(folder, self.config)
 
 
-def merge_lora_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A denoiser's tensors by their plain names, adapters added to their weights: W + 2 B A."""
+def merge_lora_weights(tensors: dict[str, Tensor], base: Checkpoint | None = None) -> dict[str, Tensor]:
+    """A denoiser's tensors by their plain names, adapters added to their weights in float32: W + 2 B A.
+
+    base: what frozen weights are read from, which may be in a lower dtype in memory.
+    """
     found = {}
     for name, value in tensors.items():
+        plain = name.replace(".base_layer", "")
         if ".lora_" in name:
             continue
-        if ".base_layer." in name and name.endswith(".weight"):
+        if base is not None and plain in base.tensor_sources:
+            value = torch.empty(value.shape)
+            _read_local_rows(value, base, plain)
+        if plain != name and name.endswith(".weight"):
             a, b = (tensors[name.replace("base_layer", f"lora_{x}.default")].float() for x in "AB")
-            value = (value.float() + 2.0 * b @ a).to(value.dtype)
-        found[name.replace(".base_layer", "")] = value
+            value = value.float() + 2.0 * b @ a
+        found[plain] = value
     return found
 
 
@@ -232,20 +240,13 @@ def open_initial_model(config: Config) -> InitialModel:
     origin = _make_fresh_model(config) if path is None else _open_base_model(config, path)
     shape = origin.config
     check_finished_blocks(shape, shape.finished_block_context, shape.evidence_layout)
-    if shape.block_size and shape.predicts_next_block and shape.finished_block_context == "no_evidence":
-        raise ConfigError(
-            "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
-            "set decode.finished_block_context=recompute"
-        )
     return origin
 
 
 def _open_base_model(config: Config, path: str) -> InitialModel:
     base, train = open_checkpoint(path, config.model.block_size), config.train
     if base.config.adapter is not None:
-        raise ConfigError(
-            f"{base.folder} denoises from uniform noise, and only decodes here: train another model"
-        )
+        raise ConfigError(f"{base.folder} denoises from uniform noise, and only decodes here")
     inner, own = load_tokenizer(base.folder), base.config
     mask_id = own.mask_token_id
     if mask_id is None:
@@ -254,7 +255,7 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
                 f"{base.folder} is an autoregressive model: train it with train.objective=pretrain first"
             )
         mask_id = add_mask_token(inner)
-        own = replace(own, shifted=True, causal_context=False, block_size=None)
+        own = replace(own, shifted=True, causal_context=False, block_size=None, block_length=None)
     if mask_id > max(own.vocab_size, len(inner)):  # a row would be made for every id below it
         raise CheckpointError(
             f"the mask token in {base.folder} has the id {mask_id}, but the model {own.vocab_size}: "
@@ -292,10 +293,7 @@ def make_training_shape(
             "set model.block_size=0, or train.objective=sft"
         )
     if block and train.context_parallel > 1:
-        raise ConfigError(
-            "context_parallel needs a model whose tokens all see each other: set context_parallel=1, or "
-            "model.block_size=0"
-        )
+        raise ConfigError("context_parallel does not go with blocks: set it to 1, or model.block_size=0")
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(

@@ -130,7 +130,5 @@ def check_task_settings(config: Config) -> None:
         default = RetrievalConfig()
         for name in ("method", *RETRIEVAL_NAMES[1:]):
             if getattr(config.retrieval, name) != getattr(default, name):
-                raise ConfigError(
-                    f"retrieval.{name} needs data.corpus: plain BM25 searches invented worlds"
-                )
+                raise ConfigError(f"retrieval.{name} needs data.corpus: invented worlds have plain BM25")
     find_task(config.train).check_settings(config)

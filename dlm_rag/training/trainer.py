@@ -224,8 +224,8 @@ class Trainer:
         self.state = record.state
         return True
 
-    def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """A folder that `sample.py --model` reads; every process takes part."""
+    def export(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """A folder that `sample.py --model` reads (`InitialModel.export`); every process takes part."""
         tensors = gather_full_state_dict(self.denoiser)
         if self.processes.is_main:
             self.origin.export(folder, tensors, dtype)

@@ -13,7 +13,13 @@ Record = dict[str, Any]
 _WORD = r"[A-Z][\w.'’-]+"
 _NAME = rf"({_WORD}(?: (?:{_WORD}|of|de|von|van|der|the|al|da|di))*)"
 _DATE = r"(?:\d{1,2} [A-Z][a-z]+ \d{4}|[A-Z][a-z]+ \d{1,2}, \d{4})"
-_PLACE = rf"({_WORD}(?: {_WORD})*(?:, {_WORD}(?: {_WORD})*)?)"
+_MONTH = r"(?:(?:Jan|Febr)uary|March|April|May|June|July|August|(?:Septem|Octo|Novem|Decem)ber)\b"
+_PART = rf"(?!{_MONTH})(?:D\.C\.|St\.|Mt\.|[A-Z]\.|[A-Z][\w'’-]+)"  # another stop ends the sentence
+_PLACE = rf"({_PART}(?: {_PART})*(?:, {_PART}(?: {_PART})*)?)"
+_NATION = r"((?:(?:South|North|New|Hong|Sri|Costa|Puerto|Saudi) )?[A-Z][a-z]+(?:-[A-Z][a-z]+)?)"
+_NO_NATION = (
+    r"(?!National|Native|Roman|Honorary|Old|Conservative|Olympic|Member|(?:South|North|New|Hong) [^A-Z])"
+)
 MAX_TITLE_WORDS = 8
 # Where a page names a person, and what a question calls this person; {s}: the title of the page.
 RELATIONS = (
@@ -47,7 +53,7 @@ FACTS = (
         rf"\bdied (?:[^.;()]{{0,40}} )?(?:in|at) {_PLACE}",
         ("Where did {p} die?", "Where was the place of death of {p}?"),
     ),
-    (r"\b(?:is|was) an? ([A-Z][a-z]+(?:-[A-Z][a-z]+)?) ", ("What is the nationality of {p}?",)),
+    (rf"\b(?:is|was) an? {_NO_NATION}{_NATION} ", ("What is the nationality of {p}?",)),
 )
 
 

@@ -10,9 +10,10 @@ beside them) with up to eight questions. A response is short: the titles that th
 answer as it stands in its passage: " Dillon Francis ### October 5, 1987". Where no passage holds the answer
 it is " ### unknown"; where the second page of two is missing, the names so far, and nothing after them.
 
-One question in HELD_OUT_OF is in no row. `--held-out` writes those with a short answer, and the passages of
-their sets, in the folders `natural` (asked without the passage in view), `squad` and `shifts` (other
-articles, asked as SQuAD's are); `unanswered` has 200 of SQuAD's without the passages that answer them.
+One question in HELD_OUT_OF is in no row, nor is one in the same words. `--held-out` writes those with a
+short answer, and the passages of their sets, in the folders `natural` (asked without the passage in view),
+`squad` and `shifts` (other articles, asked as SQuAD's are); `unanswered` has 200 of SQuAD's without the
+passages that answer them.
 """
 
 import argparse
@@ -75,6 +76,10 @@ def is_held_out(row: Record) -> bool:
     return digest_id(row) % HELD_OUT_OF == 0
 
 
+def fold_wording(question: str) -> str:
+    return re.sub(r"\W+", " ", question.lower()).strip()
+
+
 def list_titles(row: Record, passages: dict[str, Record]) -> set[str]:
     return {passages[key]["title"] for key in row["supporting_ids"] if key in passages}
 
@@ -131,7 +136,9 @@ class QuestionSets:
         if two_hops:
             told = {key: page for key, page in self.passages.items() if page["set"] != ALTERED_SET}
             questions += compose_questions(told)
-        self.questions = [row for row in questions if self._can_be_asked(row)]
+        held_out = {fold_wording(row["question"]) for row in questions if is_held_out(row)}
+        asked = (row for row in questions if fold_wording(row["question"]) not in held_out)
+        self.questions = [row for row in asked if self._can_be_asked(row)]
         for row in self.questions:
             row["answer"] = self._find_answer(row)
         self.questions = [row for row in self.questions if row["answer"]]
@@ -146,9 +153,7 @@ class QuestionSets:
     def _can_be_asked(self, row: Record) -> bool:
         found = row["supporting_ids"] and all(key in self.passages for key in row["supporting_ids"])
         spans = row["answer_kind"] == "yesno" or (row["answer_kind"] == "span" and row["answer_in_passage"])
-        return bool(
-            found and spans and not is_held_out(row) and len(row["question"].split()) <= MAX_QUESTION_WORDS
-        )
+        return bool(found and spans and len(row["question"].split()) <= MAX_QUESTION_WORDS)
 
     def _find_answer(self, row: Record) -> str | None:
         """Returns the shortest golden answer as it stands in its passage, None where none is short."""
