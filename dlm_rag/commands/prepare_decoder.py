@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag import __version__, machine
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
 from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
@@ -20,7 +21,7 @@ from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.files.hub import SHIPPED_FOLDER, is_world_model
 from dlm_rag.files.paths import digest_file
-from dlm_rag.progress import format_bytes, print_note, show_status
+from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
 from dlm_rag.retrieval.base import Retriever, wrap_oracle
@@ -202,8 +203,7 @@ def prepare_decoder(
     unread = {name: getattr(RetrievalConfig(), name) for name in idle if name not in wanted.given}
     if unread and wanted.url:  # else `retrieval.method` says why
         print_note(f"{wanted.url} searches in its own way, without the model's {', '.join(unread)}")
-    wanted = fill_unset(wanted, unread)
-    config = replace(config, retrieval=wanted)
+    config = replace(config, retrieval=fill_unset(wanted, unread))
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
