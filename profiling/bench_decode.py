@@ -53,12 +53,13 @@ from steady_state import Roofline, measure_roofline, measure_steady
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import open_meter, summarise_energy
 from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import get_peak_memory_bytes
@@ -172,7 +173,7 @@ def measure_full_batches(
     roofline = measure_roofline(source.denoiser.device, source.denoiser.dtype)
     rows = []
     for size in sizes:
-        decoder = source.make(layout, replace(source.decode, batch_size=size), EngineConfig())
+        decoder = source.make(layout, replace_settings(source.decode, batch_size=size), EngineConfig())
         rows.append(measure_steady(decoder, questions, roofline, steps))
     write_json(out / "scores.json", {"stamp": stamp | {"roofline": roofline._asdict()}, "steady": rows})
     print_table(rows)
@@ -190,9 +191,9 @@ def list_ways(
 
     store: the folder of an evidence store, where one is to be measured.
     """
-    decode = replace(source.decode, overlap="none", retrieval_interval=1)
-    single, batch = replace(decode, batch_size=1), decode
-    batch = replace(decode, batch_size=16) if batch.batch_size == 1 else batch
+    decode = replace_settings(source.decode, overlap="none", retrieval_interval=1)
+    single, batch = replace_settings(decode, batch_size=1), decode
+    batch = replace_settings(decode, batch_size=16) if batch.batch_size == 1 else batch
     masked, pool = EngineConfig(prefix_cache_gib=0.0), EngineConfig(prefix_cache_gib=prefix_cache_gib)
     best = masked if layout == "joint" else pool  # joint evidence cannot be shared
     ways: dict[str, tuple[DecodeConfig, EngineConfig | None]] = {
@@ -200,7 +201,7 @@ def list_ways(
         "+ masked positions only": (single, masked),
         "+ evidence pool": (single, pool),
         "+ batch": (batch, best),
-        "+ pipeline": (replace(batch, overlap="pipeline"), best),
+        "+ pipeline": (replace_settings(batch, overlap="pipeline"), best),
         "batch, no pool": (batch, masked),
     }
     if compiled:
@@ -269,6 +270,8 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
     for rollout in rollouts.values():
         tally.add(rollout)
     tally.close("", reading)
+    if failed := [rollout for rollout in rollouts.values() if rollout.error]:
+        raise RunError(f"{len(failed)} of {len(asked)} questions failed: {failed[0].error}")
     answers = [rollouts[question.id] for question in asked]
     return Round(seconds, answers, reused, denoiser.flop_count - work, tally.energy)
 

@@ -18,6 +18,7 @@ sum of PSS of all its processes, and what of it is no file), then queries of 20 
 """
 
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest
-from dlm_rag.evaluation.metrics import compute_evidence_recall
+from dlm_rag.evaluation.metrics import compute_support_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import (
@@ -74,9 +75,14 @@ def measure_recall(argv: list[str]) -> None:
             raise ConfigError(f"--kinds: '{kind}' is none of {known}{suggest_nearest(kind, METHODS)}")
     records = [row for _, row in read_question_records(config.questions)]
     pairs = zip(read_questions(config.questions), records, strict=True)
-    asked = [(question, row) for question, row in pairs if hops in (0, question.hops)]
+    asked = [
+        (question, row)
+        for question, row in pairs
+        if hops in (0, question.hops) and (question.supporting_ids or question.supporting_titles)
+    ]
     if not asked:
-        raise QuestionError(f"{config.questions} has no question of {hops} hops")
+        kind = f"of {hops} hops " if hops else ""
+        raise QuestionError(f"{config.questions} has no question {kind}that names its passages")
     questions = [question for question, _ in asked]
     added = {
         name: [row.get(name, []) for _, row in asked]
@@ -127,8 +133,8 @@ def format_recalls(
 ) -> str:
     """`mean recall / share of questions with all supporting passages`, in percent."""
     found = [
-        compute_evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids) or 0.0
-        for rows, question in zip(rankings, questions, strict=True)
+        compute_support_recall([p.id for p in passages], {p.id: p.text for p in passages}, question) or 0.0
+        for passages, question in zip(map(retriever.corpus.read_passages, rankings), questions, strict=True)
     ]
     return f"{100 * np.mean(found):.1f} / {100 * np.mean([value == 1 for value in found]):.1f}"
 
@@ -262,6 +268,7 @@ def measure_index(argv: list[str]) -> None:
     if not path.exists():
         invent_corpus(path, passages, seed)
     row: TableRow = {"passages": f"{passages:,}", "corpus": f"{path.stat().st_size / 1e9:.2f} GB"}
+    shutil.rmtree(kept, ignore_errors=True)  # an index that is there would cost nothing
     row |= watch_build(["index", "--corpus", str(path), f"retrieval.index_dir={kept}"], kept)
     row["index"] = f"{sum(file.stat().st_size for file in kept.rglob('*') if file.is_file()) / 1e9:.2f} GB"
     corpus, start = open_corpus(path, kept), time.perf_counter()

@@ -25,6 +25,7 @@ from steady_state import measure_roofline, measure_steady
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config, EngineConfig, load_config
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.runner import MaskedModelRunner
@@ -221,7 +222,7 @@ def measure_full_batches(record: PartRecord, shape: str, expected: Expected, ste
     def open_decoder(kernel: str, graphs: str, order: str) -> Decoder:
         layout, decode, engine = prepared.evidence_layout, source.decode, None
         if kernel == "published":
-            return source.make("joint" if shape else layout, replace(decode, batch_size=1), engine)
+            return source.make("joint" if shape else layout, replace_settings(decode, batch_size=1), engine)
         source.denoiser.attention = kernel
         engine = EngineConfig(cuda_graphs=bool(graphs), compile=graphs == "compiled")
         decoder = source.make(layout, decode, engine, *([order] if order else ()))
@@ -429,7 +430,9 @@ def compare_ways(record: PartRecord, dtype: str, ways: dict[str, Any], questions
     def decode(way: str) -> list[Rollout]:
         size, gib, source.denoiser.attention, graphs, _ = ways[way]
         engine = EngineConfig(prefix_cache_gib=gib, cuda_graphs=bool(graphs))
-        decoder = source.make(prepared.evidence_layout, replace(source.decode, batch_size=size), engine)
+        decoder = source.make(
+            prepared.evidence_layout, replace_settings(source.decode, batch_size=size), engine
+        )
         runner: Any = decoder.model_runner
         for layer in range(source.denoiser.config.num_hidden_layers):
             runner.cache.memory.layer(layer).fill_(torch.nan)
