@@ -25,8 +25,8 @@ def write_benchmark(folder, **keys):
 class FakeEvaluate:
     """Stands for the processes: writes scores, fails where it is told to, and stops after `most` cells."""
 
-    def __init__(self, fails=lambda words: False, most=10**9):
-        self.ran, self._fails, self._most = Counter(), fails, most
+    def __init__(self, fails=lambda words: False, most=10**9, lost=0.0):
+        self.ran, self._fails, self._most, self._lost = Counter(), fails, most, lost
 
     def __call__(self, command, **_):
         if sum(self.ran.values()) == self._most:
@@ -39,6 +39,7 @@ class FakeEvaluate:
         for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
             share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
             shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
+            shares |= {"failed": share | {"mean": self._lost}}
             energy = {"joules_per_answer": 2.0 - n} if "folder6" in words else None
             settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": energy}
         less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
@@ -93,6 +94,16 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
             run(monkeypatch, file, tmp_path / "out", fake)
         assert len(fake.ran) == 1
         assert ("| static |" in (tmp_path / "out" / "table.md").read_text()) != fails
+
+
+def test_questions_that_ended_in_an_error_are_named_and_asked_again(tmp_path, monkeypatch):
+    file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""})
+    for lost, ran in ((0.25, 1), (0.0, 1), (0.0, 0)):
+        fake = FakeEvaluate(lost=lost)
+        with pytest.raises(RunError) if lost else nullcontext():
+            run(monkeypatch, file, tmp_path / "out", fake)
+        table = (tmp_path / "out" / "table.md").read_text()
+        assert len(fake.ran) == ran and "| static |" in table and ("25.0%" in table) == bool(lost)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +22,8 @@ from tests.support.traces import rebuild_evidence, rebuild_tokenizer
 sys.path.insert(0, str(ROOT))
 from dlm_rag import __version__
 from dlm_rag.__main__ import PROGRAMS, main
-from dlm_rag.commands import evaluate, sample
+from dlm_rag.commands import evaluate, prepare_decoder, sample
+from dlm_rag.commands.answer_job import LocalEngines
 from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, open_search_source
 from dlm_rag.config import CONFIG_FOLDER, Config, RetrievalConfig, load_config
@@ -392,3 +395,35 @@ def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
         code, _, err = call(*words, *more, program=evaluate)
         assert code == 2 and "holds the scores of questions chosen with limit=3" in err
     assert call(*words, "--limit", 3, program=evaluate)[0] == 0
+
+
+def test_what_a_service_does_not_read_is_said_and_is_not_the_run_s(monkeypatch, capsys):
+    asked = []
+
+    def stop(config, once):
+        asked.append(config)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr(prepare_decoder, "open_search_source", stop)
+    words = ["model.path=dlm_rag/shipped/smollm2", "retrieval.url=http://127.0.0.1:1/retrieve"]
+    with pytest.raises(ConfigError, match="asked"):
+        prepare_decoder.prepare_decoder(load_config(None, words), [])
+    (config,) = asked
+    assert (config.bm25_stemmer, config.min_score_ratio, config.top_k) == ("none", 0.0, 3)
+    assert "bm25_stemmer" in capsys.readouterr().err
+
+
+def test_a_decoder_is_gone_before_the_next_is_loaded():
+    engines, alive, seen = LocalEngines(), weakref.WeakSet(), []
+
+    class Loaded:
+        denoiser, stream, describe = None, lambda self: None, lambda self: None
+
+    def load(kept):
+        seen.append(len(alive))
+        alive.add(made := Loaded())
+        return made
+
+    for _ in range(3):
+        engines.open(SimpleNamespace(config=load_config(None, []), load=load, devices=[]))
+    assert seen == [0, 0, 0]

@@ -20,6 +20,7 @@ from dlm_rag.config import (
 )
 from dlm_rag.config.fields import fill_unset, replace_settings
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.hub import SHIPPED_FOLDER
 
 
 def test_later_sources_win(tmp_path):
@@ -167,6 +168,16 @@ def test_any_value_at_any_key(key, value, tmp_path):
 @given(words=st.lists(st.tuples(KEYS | st.text(), VALUES.map(str)), max_size=3))
 def test_any_words(words, tmp_path):
     is_answered(tmp_path, [None, [f"{key}={value}" for key, value in words]])
+
+
+@pytest.mark.parametrize(
+    ("path", "stemmer"), [(SHIPPED_FOLDER / "smollm2", "english"), ("nobody/on-the-hub", "none")]
+)
+def test_a_model_of_a_file_searches_as_one_of_a_flag_unless_it_is_on_the_hub(tmp_path, path, stemmer):
+    (tmp_path / "c.yaml").write_text(f"model: {{path: {path}}}\n")
+    assert (
+        parse_command_line("", ["--config", f"{tmp_path}/c.yaml"]).fill_retrieval().bm25_stemmer == stemmer
+    )
 
 
 FLAGS = st.sampled_from(["--out", "--limit", "--questions", "-", "--"])

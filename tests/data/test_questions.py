@@ -35,13 +35,14 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
     rows = [
         {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
         {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
+        {"id": "b", "query": "Who?", "text": "A passage.", "answer": "x"},
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
         {"id": "e", "question": "Who?", "answer": [1931.0, math.nan], "hops": 2.0},  # pandas
         {"id": "f", "question": "Who?", "answer": math.nan, "answerable": True},
         {"id": "g", "text": "?", "answerable": "False"}, {"id": "h", "text": "?", "is_impossible": "True"},
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
-        Question("1", "Who?", ("A", "B"), ("x",), 2), Question("a", "Who?"),
+        Question("1", "Who?", ("A", "B"), ("x",), 2), Question("a", "Who?"), Question("b", "Who?", ("x",)),
         Question("d", "Who?", ("x", "y")), Question("e", "Who?", ("1931",), hops=2), Question("f", "Who?"),
     ]  # fmt: skip
     for given in ("x", "y"), np.array(["x", "y"]):  # of one's own code, of a table of pandas

@@ -133,6 +133,11 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_evidence(corpus, layo
     assert changed > models // 4, "else nothing was tested"
 
 
+def test_a_denoiser_whose_finished_tokens_predict_the_next_shows_them_evidence(corpus):
+    with pytest.raises(ConfigError, match="without evidence"):
+        make_decoder(corpus, two_mode_denoiser(0), "independent", finished_block_context="no_evidence")
+
+
 @pytest.mark.parametrize(
     ("mode", "others"), [("autoregressive", "diffusion"), ("diffusion", "autoregressive")]
 )

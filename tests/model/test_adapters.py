@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format open as the model that peft merges."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -44,8 +45,11 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter", tuned.merge_and_unload()
 
 
-def test_logits_equal_those_of_the_model_that_peft_merges(adapter):
+@pytest.mark.parametrize("beside", [None, "a.safetensors"])
+def test_logits_equal_those_of_the_model_that_peft_merges(adapter, base, beside):
     folder, merged = adapter
+    if beside:  # a copy that nobody loads
+        shutil.copy(base / "model.safetensors", base / beside)
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         ours, theirs = Denoiser.from_pretrained(folder)(ids)[0], merged(ids).logits[0]

@@ -62,6 +62,14 @@ def test_a_token_gets_the_sum_of_its_experts_whoever_is_beside_it(experts):
         assert mixed(x[:0]).shape == (0, 16)
 
 
+def test_sigmoids_choose_in_float32_whatever_autocast_says():
+    router, x = mixture(replace(ALL_OF_IT, num_experts=64)).gate, torch.randn(200, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x)
+    for one, other in zip(found, router(x), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("experts", [FEW, ALL_OF_IT])
 def test_a_saved_mixture_comes_back_the_same(tmp_path, experts):
     denoiser = tiny_denoiser(experts=experts, partial_rotary_factor=0.5)

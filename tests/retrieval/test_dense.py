@@ -18,7 +18,7 @@ PASSAGES, BLOCK = 300, 64  # with a batch size of 1
 class Encoder:
     """Vectors that follow from the texts; counts what it embeds, and is killed where it is told to."""
 
-    device = torch.device("cpu")
+    device, max_seq_length = torch.device("cpu"), None
 
     def __init__(self, die=None):
         self.embedded, self._die = [], die

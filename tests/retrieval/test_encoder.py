@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval import dense, load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import load_sentence_transformer
+from tests.support.passages import write_jsonl_file
 
 OWN = "sentence_transformers.sentence_transformer.modules"
 MODULES = [
@@ -48,6 +51,23 @@ def put(folder, name, settings):
 
 def test_an_ordinary_folder_loads(folder):
     assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
+
+
+@pytest.mark.parametrize("method", ["dense", "hybrid"])
+def test_other_weights_are_another_search_and_cut_passages_are_said(folder, tmp_path, caplog, method):
+    texts = [{"id": str(n), "contents": "a b " * length} for n, length in enumerate((1, 80, 90))]
+    corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", texts), tmp_path / "index")
+    config, found, place = (
+        RetrievalConfig(method=method, embedding_model=str(folder)),
+        [],
+        "model.safetensors",
+    )
+    for scale in (1.0, 1.0, 2.0):
+        tensors = {name: scale * value for name, value in load_file(folder / place).items()}
+        save_file(tensors, folder / place, {"format": "pt"})
+        found.append(load_retriever(config, corpus).fingerprint)
+    assert found[0] == found[1] != found[2]
+    assert "2 passages exceed the 32 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["dense", "hybrid"])

@@ -17,6 +17,7 @@ from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.app import EngineRequest
+from dlm_rag.serving.chat_completions import ChatParser
 from tests.support.block_attention import block_denoiser
 from tests.support.cases import first_is_fast
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
@@ -269,6 +270,15 @@ def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     assert content_of(first) == content_of(again) == alone.response
     assert content_of(other) == plain.response
     assert first.json()["dlm_rag"]["forwards"] == alone.forwards != plain.forwards
+
+
+def test_a_request_of_another_mode_keeps_what_the_server_was_told(corpus):
+    denoiser = block_denoiser(causal_context=True, decode_settings={"query_threshold": 0.9})
+    for told, kept in (({"query_threshold": 0.0}, 0.0), ({}, 0.9)):
+        decoder = Decoder(denoiser, QueryHashRetriever(corpus, 2), tiny_tokenizer(), DecodeConfig(**told))
+        asked = {"messages": [{"role": "user", "content": "who"}], "mode": "autoregressive"}
+        settings = ChatParser(decoder).parse_answer(json.dumps(asked).encode()).settings
+        assert (settings.mode, settings.query_threshold) == ("autoregressive", kept)
 
 
 @pytest.mark.parametrize("path", ["/..%2f..", "/v1/models/another", "/v1/models/..%2f..", "/"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -40,6 +41,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     folder, model = autoregressive
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
     assert origin.config.mask_token_id == 257 and origin.config.shifted, "one token more than there were"
+    assert origin.config.block_length is None, "tokens of the whole canvas are written together"
     denoiser = build_denoiser(origin)
     with torch.no_grad():
         expected = model(IDS).logits
@@ -131,6 +133,24 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden, tmp_path)
         exported = Denoiser.from_pretrained(tmp_path)(IDS)
     change = F.mse_loss(expected, original)
     assert F.mse_loss(exported, expected) < 1e-6 * change
+
+
+def test_adapters_on_a_model_of_adapters_keep_what_those_learned(golden, tmp_path):
+    """Frozen weights may be in bfloat16 in memory; what is written comes from the file."""
+    pytest.importorskip("peft")
+    path = golden / "checkpoints" / "tiny-llada"
+    for out in (tmp_path / "first", tmp_path / "second"):
+        origin = open_initial_model(load_config(None, [f"model.path={path}", "train.lora_rank=4"]))
+        denoiser = build_denoiser(origin, torch.bfloat16)
+        with torch.no_grad():
+            for name, value in denoiser.named_parameters():
+                if "lora_B" in name and out.name == "first":
+                    value.normal_(0, 0.002)
+        origin.export(path := out, denoiser.state_dict())
+        raw = json.loads((out / "config.json").read_text())
+        assert raw["dtype"] == raw["torch_dtype"] == "float32"
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.fixture
