@@ -17,7 +17,7 @@ from dlm_rag.config import Config, RetrievalConfig, dump_config, list_setting_fi
 from dlm_rag.config.fields import fill_unset, get_field_metadata, list_choices
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.hub import READER, SHIPPED_FOLDER
+from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.files.paths import expand_path
 from dlm_rag.retrieval import read_retrieval_settings
 
@@ -55,7 +55,7 @@ class CommandLine:
         """The settings of retrieval, those of the model among them unless a file names it on the hub."""
         path = self.config.model.path
         named = any(word.startswith("model.path=") for word in self.settings)
-        read = path and (named or Path(path).expanduser().is_dir())
+        read = path and (named or SHIPPED_PREFIX in path or expand_path(path, ConfigError).is_dir())
         return fill_unset(self.config.retrieval, read_retrieval_settings(path) if path and read else {})
 
     def announce_reader(self) -> None:

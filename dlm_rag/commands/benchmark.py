@@ -148,10 +148,10 @@ def run_cell(cell: Cell) -> str:
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode == 0:  # noted only now: until then scores that are there may be of other words
-        settings = read_result(cell.folder).settings.values()
-        failed = max(setting.groups["all"]["failed"].mean for setting in settings)
+        found = read_result(cell.folder).settings.values()
+        failed = max(each.groups["all"]["failed"].mean for each in found)  # type: ignore[union-attr]
         noted = {"words": cell.words, "failed": failed}
         write_text_atomic(cell.folder / CELL_FILE, json.dumps(noted) + "\n")
-        return f"{failed:.1%} of the questions ended in an error, counted as wrong" if failed else ""
+        return f"{100 * failed:.2g} % of the questions failed, counted as wrong" if failed else ""
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"

@@ -202,7 +202,7 @@ def prepare_decoder(
     idle = find_idle_settings("retrieval", wanted, flatten_settings(wanted, "retrieval."))
     unread = {name: getattr(RetrievalConfig(), name) for name in idle if name not in wanted.given}
     if unread and wanted.url:  # else `retrieval.method` says why
-        print_note(f"{wanted.url} searches in its own way, without the model's {', '.join(unread)}")
+        once(lambda: print_note(f"{wanted.url} does not read the model's {', '.join(unread)}"), *unread)
     config = replace(config, retrieval=fill_unset(wanted, unread))
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")

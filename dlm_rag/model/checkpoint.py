@@ -54,7 +54,7 @@ DLM_RAG_FIELDS = {
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-MERGE_VERSION = 1
+MERGE_VERSION = 2
 # Keys of `adapter_config.json` whose other values change the product in a way that is not merged here.
 PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "fan_in_fan_out": (False, None), "bias": ("none", None),

@@ -118,12 +118,12 @@ def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> base.Hybri
 def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
     """Writes the vectors of all passages, shard by shard; what earlier attempts encoded is used."""
 
-    cut = 0
+    cut, limit = 0, encoder.max_tokens
 
     def encode(rows: range) -> dict[str, np.ndarray]:
         nonlocal cut
         texts = [passage.text for passage in corpus.read_passages(rows)]
-        cut += sum(len(text) > 5 * encoder.max_tokens for text in texts)  # perhaps shorter ones, too
+        cut += sum(len(text) > 5 * limit for text in texts)  # perhaps shorter ones, too
         return {"vectors": encoder.encode_passages(texts).cpu().numpy()}
 
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
@@ -132,7 +132,7 @@ def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
         for shard in shards:
             advance(build_shard(encode, shard))
     if cut:
-        log.warning("%d passages exceed the %d tokens %s reads", cut, encoder.max_tokens, encoder.model)
+        log.warning("at least %d passages may exceed the %d tokens of %s", cut, limit, encoder.model)
     parts = [np.load(folder / VECTORS_FILE, mmap_mode="r") for _, folder in shards]
     layout = np.lib.format.header_data_from_array_1_0(parts[0])
     with (scratch / VECTORS_FILE).open("wb") as file:
@@ -246,7 +246,7 @@ def _require_all_weights() -> Iterator[None]:
 
 def _fingerprint_encoder(encoder: SentenceTransformer) -> str:
     """Digest of weights, modules and tokenizer: vectors of another encoder of that name are not used."""
-    digest = hashlib.sha256(str(encoder).encode())  # lists the modules with their settings
+    digest = hashlib.sha256(f"{getattr(encoder, 'default_prompt_name', None) or ''}{encoder}".encode())
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     digest.update((backend.to_str() if backend else repr(encoder.tokenizer)).encode())
     for name, value in encoder.state_dict().items():

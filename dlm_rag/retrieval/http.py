@@ -72,7 +72,7 @@ class HttpClient:
     def __init__(self, url: str, token_variable: str, use_proxy: bool = False) -> None:
         self._variable, self._token = token_variable, os.environ.get(token_variable, "").strip()
         if not re.fullmatch(r"[!-~]*", self._token):
-            raise ConfigError(f"{token_variable} is no bearer token: printable ASCII, no blanks")
+            raise ConfigError(f"{token_variable} must be a bearer token: printable ASCII, no blanks")
         own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
             self._client = httpx2.AsyncClient(

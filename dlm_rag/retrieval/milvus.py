@@ -78,7 +78,7 @@ class MilvusCollection:
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
-            raise ConfigError(f"{url} has no collection: milvus://HOST:PORT/NAME (letters, digits, _)")
+            raise ConfigError(f"{url} names no collection: milvus://HOST:PORT/NAME (letters, digits, _)")
         host, port = parts.hostname or "", parts.port or 19530
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the import
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL + 1)  # a traceback for every failure
@@ -217,7 +217,7 @@ class MilvusCollection:
     @property
     def fingerprint(self) -> str:
         """The corpus and the order of equals: the same wherever the collection is."""
-        return f"milvus-{self.info.form}-{self.info.fingerprint}"
+        return f"milvus-{self.info.form}-{self.info.fingerprint}-{self.info.encoder}"
 
     def _call(self, method: str, *given: Any, **settings: Any) -> Any:
         """What a method of the client says of the collection; raises as the class says."""

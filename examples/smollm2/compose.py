@@ -14,11 +14,15 @@ _WORD = r"[A-Z][\w.'’-]+"
 _NAME = rf"({_WORD}(?: (?:{_WORD}|of|de|von|van|der|the|al|da|di))*)"
 _DATE = r"(?:\d{1,2} [A-Z][a-z]+ \d{4}|[A-Z][a-z]+ \d{1,2}, \d{4})"
 _MONTH = r"(?:(?:Jan|Febr)uary|March|April|May|June|July|August|(?:Septem|Octo|Novem|Decem)ber)\b"
-_PART = rf"(?!{_MONTH})(?:D\.C\.|St\.|Mt\.|[A-Z]\.|[A-Z][\w'’-]+)"  # another stop ends the sentence
-_PLACE = rf"({_PART}(?: {_PART})*(?:, {_PART}(?: {_PART})*)?)"
-_NATION = r"((?:(?:South|North|New|Hong|Sri|Costa|Puerto|Saudi) )?[A-Z][a-z]+(?:-[A-Z][a-z]+)?)"
+# Another stop ends the sentence.
+_PART = rf"(?!{_MONTH})(?:U\.S\.|(?:Ste?|Mt|Ft|Pt)\.|[A-Z]\.|[A-Z][\w'’-]+)"
+_PLACE = rf"({_PART}(?: {_PART})*(?:, (?:D\.C\.|{_PART}(?: {_PART})*))?)"
+_NATION = (
+    r"((?:(?:South|North|East|West|Northern|New|Hong|Sri|Costa|Puerto) )?+[A-Z][a-z]+(?:-[A-Z][a-z]+)?)"
+)
 _NO_NATION = (
-    r"(?!National|Native|Roman|Honorary|Old|Conservative|Olympic|Member|(?:South|North|New|Hong) [^A-Z])"
+    r"(?!(?:National|Native|Roman|Honorary|Old|Conservative|Olympic|Member)\b"
+    r"|(?:South|North|East|West|Northern|New|Hong|Sri|Costa|Puerto)\b(?! [A-Z]))"
 )
 MAX_TITLE_WORDS = 8
 # Where a page names a person, and what a question calls this person; {s}: the title of the page.

@@ -62,7 +62,7 @@ CASES = [
         ("a token is $DLM_RAG_RETRIEVAL_TOKEN", "retrieval.url=http://me:secret@127.0.0.1:1/retrieve"),
         ("milvus://127.0.0.1:1/world cannot be searched: Connection refused", f"retrieval.method=dense retrieval.url={NO_MILVUS}"),
         ("set retrieval.method=dense, not bm25", f"retrieval.url={NO_MILVUS}"),
-        ("has no collection: milvus://HOST:PORT/NAME", "retrieval.method=dense retrieval.url=milvus://127.0.0.1:1"),
+        ("names no collection: milvus://HOST:PORT/NAME", "retrieval.method=dense retrieval.url=milvus://127.0.0.1:1"),
     ),
     # Config files.
     *table(SAMPLE_COMMAND,

@@ -171,7 +171,12 @@ def test_any_words(words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "stemmer"), [(SHIPPED_FOLDER / "smollm2", "english"), ("nobody/on-the-hub", "none")]
+    ("path", "stemmer"),
+    [
+        ("dlm_rag/shipped/smollm2", "english"),
+        (SHIPPED_FOLDER / "smollm2", "english"),
+        ("nobody/on-hub", "none"),
+    ],
 )
 def test_a_model_of_a_file_searches_as_one_of_a_flag_unless_it_is_on_the_hub(tmp_path, path, stemmer):
     (tmp_path / "c.yaml").write_text(f"model: {{path: {path}}}\n")
