@@ -117,7 +117,6 @@ def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> base.Hybri
 
 def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
     """Writes the vectors of all passages, shard by shard; what earlier attempts encoded is used."""
-
     cut, limit = 0, encoder.max_tokens
 
     def encode(rows: range) -> dict[str, np.ndarray]:
