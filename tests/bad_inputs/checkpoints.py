@@ -159,7 +159,7 @@ CASES = [
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
         ("does not name its base_model_name_or_path", {"model/adapter_config.json": "{}"}),
         ("cannot be merged into its base .", {
-            "b.safetensors": header(b"{}"),
+            "model.safetensors": header(b"{}"),
             "model/adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": ".", "r": 1, "lora_alpha": 1},
         }),
         # Weights.

@@ -281,5 +281,5 @@ def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog, monk
     stamp = make_stamp() | {"commit": "1a"}
     monkeypatch.setattr("tests.decode.test_answers_file.make_stamp", lambda: stamp)
     run(files, [answer("q2")])
-    said = "was begun by dlm_rag of unknown version, this is dlm_rag of unknown version (commit 1a)"
+    said = "was begun by dlm_rag of unknown version, now dlm_rag of unknown version (commit 1a)"
     assert caplog.messages[1:] == [f"out={files[0]} {said}: answers may differ"]

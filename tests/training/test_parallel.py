@@ -115,7 +115,7 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
     [
         (4, ["train.passage_sets_per_step=7", "train.gradient_accumulation_steps=2"], "no work for 4 proc"),
         (3, TRAINING_CASES["pretrain shared"], "context_parallel=2 must divide the 3 processes"),
-        (2, [*TRAINING_CASES["pretrain shared"], "model.block_size=8"], "set context_parallel=1"),
+        (2, [*TRAINING_CASES["pretrain shared"], "model.block_size=8"], "does not go with blocks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
