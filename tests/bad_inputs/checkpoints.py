@@ -105,7 +105,7 @@ CASES = [
             ("config.json is not a regular file", make_pipe),
             ("config.json is not a regular file", make_folder),
             ("config.json is larger than", make_hole),
-            ("for the 10000000 layers", {"num_hidden_layers": 10**7}),
+            ("for 10000000 layers", {"num_hidden_layers": 10**7}),
             ("num_attention_heads='4' must be a whole", LLAMA | {"num_attention_heads": "4"}),
             ("has shape [64, 32], its config asks for [65, 32]", {"intermediate_size": 65}),
             ("num_attention_heads=0 must be", {"num_attention_heads": 0}),
@@ -146,7 +146,7 @@ CASES = [
                 for key, value, says in (
                     ("num_experts", "8", "num_experts=8 must be"),
                     ("num_experts", 9, "n_group=4 must divide num_experts=9"),
-                    ("num_experts", 10**9, "too few for the 1000000000 experts"),
+                    ("num_experts", 10**9, "too few for 1000000000 experts"),
                 )
             ),
             ("moe_layer_freq=[1] must have an entry for each layer", LLADA_MOE | {"moe_layer_freq": [1]}),

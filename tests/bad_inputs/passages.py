@@ -96,7 +96,7 @@ CASES = [
     # What is no file, or a folder.
     *table(ASKED,
         ("questions file 'nope.jsonl' was not found", "nope.jsonl"),
-        ("the folder 'model' has no file of rows (.jsonl,", "model"),
+        ("'model' has no file of rows (.jsonl,", "model"),
         ("q/b.jsonl, line 1: there is no 'question'", "q",
          {"q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "2"}'}),
         ("q/b.jsonl, line 1: the id 'a' occurs a second", "q", {"q/a.jsonl": GOOD, "q/b.jsonl": GOOD}),

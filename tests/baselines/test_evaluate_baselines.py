@@ -217,7 +217,7 @@ def test_what_cannot_be_is_said_before_anything_starts(run, server, folder, word
     ("url", "says"),
     [
         ("openai://127.0.0.1:1/v1/tiny", "does not list its models"),
-        ("openais://user@host/v1/tiny", "must be openai://HOST:PORT/v1/NAME"),
+        ("openais://user@host/v1/tiny", "is not openai://HOST:PORT/v1/NAME"),
         ("{url}-7b", "has no model 'tiny-7b', but tiny (nearest: 'tiny')"),
     ],
 )

@@ -73,7 +73,7 @@ class MilvusServer:
 class WordEncoder:
     """In place of a sentence-transformers model: each word adds a vector of its own, by its hash."""
 
-    device = torch.device("cpu")
+    device, max_seq_length = torch.device("cpu"), None
     tokenizer = SimpleNamespace(backend_tokenizer=None)
 
     def __str__(self) -> str:
