@@ -3,11 +3,11 @@
     python examples/smollm2/average_checkpoints.py runs/mean kept/step-00000{120,135,150} \
         model.path=dlm_rag/shipped/smollm2 train.lora_rank=16 train.objective=rl decode.block_length=16
 
-The run keeps its last two checkpoints: copy others. Words with = are its settings. The mean of the products B A is one product: of the A below one another
-and of the B, each divided by their number, beside one another.
+The run keeps its last two checkpoints: copy earlier ones. Words with = are its settings. The mean of
+several products B A is one product: of the B side by side, divided by their number, and the A stacked.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -22,22 +22,30 @@ PREFIX = "model.denoiser."  # of a weight in a checkpoint
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """Returns the adapters of a checkpoint by the denoiser's names."""
-    files = (load_file(path) for path in sorted(checkpoint.glob("*.safetensors")))
-    found = {name: value for file in files for name, value in file.items()}
-    return {name.removeprefix(PREFIX): value for name, value in found.items() if name.startswith(PREFIX)}
+    files = [load_file(path) for path in sorted(checkpoint.glob("*.safetensors"))]
+    named = {name: value for file in files for name, value in file.items() if ".lora_" in name}
+    return {name.removeprefix(PREFIX): value for name, value in named.items() if name.startswith(PREFIX)}
 
 
 def main() -> None:
-    out, *words = sys.argv[1:]
-    origin = open_initial_model(load_config(None, [word for word in words if "=" in word]))
-    adapters = [read_adapters(Path(word)) for word in words if "=" not in word]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("words", nargs="+", metavar="CHECKPOINT_OR_SETTING")
+    given = parser.parse_args()
+    origin = open_initial_model(load_config(None, [word for word in given.words if "=" in word]))
+    adapters = [read_adapters(Path(word)) for word in given.words if "=" not in word]
+    if not adapters or not all(adapters):
+        parser.error("name checkpoints of a run with train.lora_rank (folders step-...)")
     mean = {
-        name: torch.cat([each[name] for each in adapters], 0 if ".lora_A." in name else 1)
-        / (1 if ".lora_A." in name else len(adapters))
+        name: torch.cat([each[name] for each in adapters])
+        if ".lora_A." in name
+        else torch.cat([each[name] for each in adapters], 1) / len(adapters)
         for name in adapters[0]
     }
     shapes = origin.build_on_meta(torch.float32).state_dict()  # what is frozen is read from the base
-    origin.export(Path(out), {**shapes, **mean})
+    origin.export(given.out, {**shapes, **mean})
 
 
 if __name__ == "__main__":
