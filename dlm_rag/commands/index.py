@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
 ENCODE_SETTINGS = (
     "model", "prompt", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib",
-    "-engine.cpu_offload_gib",
     "retrieval.corpus", "retrieval.index_dir",
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip

@@ -230,7 +230,6 @@ def prepare_decoder(
     check_quantize(model.quantize, shape, dtype)
     need = check_weights_fit(checkpoint, devices, dtype, model.quantize)
     check_memory_limit(engine, devices[0], need)
-    check_host_tier(engine, devices[0])
     check_store(engine)
     show_status("reading the tokenizer")
     check_kept_evidence(engine, shape, layout)
@@ -313,23 +312,6 @@ def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes:
     else:
         return
     raise ConfigError(f"engine.memory_gib={engine.memory_gib:g} is {wrong}")
-
-
-def check_host_tier(engine: EngineConfig, device: torch.device) -> None:
-    """Raises `ConfigError` for an `engine.cpu_offload_gib` without a GPU, or beyond what the host has."""
-    import torch
-
-    gib, free = engine.cpu_offload_gib, machine.measure_free_bytes(torch.device("cpu"))
-    if gib and device.type != "cuda":
-        raise ConfigError(
-            f"engine.cpu_offload_gib={gib:g} has no effect on {device.type}, where the cache lies in host "
-            "memory: leave it out, and raise engine.prefix_cache_gib"
-        )
-    if gib * 2**30 > free:
-        raise ConfigError(
-            f"engine.cpu_offload_gib={gib:g} is more than the {format_bytes(free)} of host memory that are "
-            "free: lower it"
-        )
 
 
 @dataclass(frozen=True)

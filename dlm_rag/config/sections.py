@@ -196,9 +196,6 @@ class EngineConfig(CheckedSettings):
     batch; unset: half of what is free or weights leave of memory_gib (a quarter on a CPU); 0: no cache"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"))
     """dtype of cached keys and values: auto (that of the model) or int8 (scales by token and head)"""
-    cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
-    """pinned host memory in GiB, of each process, for cached evidence that leaves a GPU: it is copied back
-    instead of encoded again; not measured yet"""
     store: str | None = setting(None, only_with=CACHED)
     """folder in which keys and values of evidence are kept for other runs, as long as its disk has room"""
     compile: bool = setting(False)

@@ -1,10 +1,10 @@
 """The cache of keys and values: what rows see, each segment computed once, in one memory.
 
 A segment that sees itself alone (a passage, a question) is kept under its tokens for whichever row asks
-next, the least recently used leaving first: to host memory, where `engine.cpu_offload_gib` gives some. With
-a store, all that was computed goes to its files, too. Finished blocks of the chain of lead and canvas,
-which see what stands before them, are kept for their row alone, until something before them changes. What
-nothing holds runs in the same call as the windows that see it.
+next, the least recently used leaving first. With a store, all that was computed goes to its files, too.
+Finished blocks of the chain of lead and canvas, which see what stands before them, are kept for their row
+alone, until something before them changes. What nothing holds runs in the same call as the windows that
+see it.
 
 The memory is one block, in which a token of any segment has a place in every layer. Which tokens a row sees
 is a list of places, so nothing has to lie together, and nothing is moved. Keys and values are kept in the
@@ -15,7 +15,7 @@ KVQuant, Hooper et al. 2024): the bias, turned to the token's position, is taken
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
 from typing import Any, NamedTuple
@@ -59,8 +59,6 @@ class CacheStats:
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
     evicted_segments: int = 0  # segments that had to make room
     device_segments: int = 0  # that were asked for and lay on the device
-    host_segments: int = 0  # that came back from host memory
-    host_bytes: int = 0
     store_segments: int = 0  # that were read from the store
     store_bytes: int = 0
     store_seconds: float = 0.0  # seconds that the engine waited for them
@@ -70,44 +68,6 @@ class CacheStats:
     def reused_share(self) -> float:
         """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded_tokens / self.requested_tokens if self.requested_tokens else 0.0
-
-
-class HostTier:
-    """Segments that left the device, in host memory, under a budget in bytes.
-
-    What was asked for longest ago makes room. A segment that goes back to the device stays here, too: when
-    it leaves again, nothing has to be copied. Pinned blocks count as torch takes them, as powers of two.
-    """
-
-    def __init__(self, memory: "KVMemory", budget_bytes: int) -> None:
-        self.budget_bytes, self.used_bytes, self._memory = budget_bytes, 0, memory
-        self.kept: OrderedDict[Segment, tuple[Tensor, Any]] = OrderedDict()
-
-    def count_bytes(self, segment: Segment) -> int:
-        """The bytes that a segment takes here."""
-        size = len(segment.ids) * self._memory.token_bytes
-        return 1 << (size - 1).bit_length() if self._memory.devices[0].type == "cuda" else size
-
-    def add(self, segment: Segment, copy: Callable[[], tuple[Tensor, Any]]) -> None:
-        """Keeps a segment if it fits; copy: makes its copy, and the event after which that is whole."""
-        cost = self.count_bytes(segment)
-        if segment in self.kept:
-            self.kept.move_to_end(segment)
-        elif cost <= self.budget_bytes:
-            while self.used_bytes + cost > self.budget_bytes:
-                self.used_bytes -= self.count_bytes(self.kept.popitem(last=False)[0])
-            self.kept[segment] = copy()
-            self.used_bytes += cost
-
-    def get_all(self, segments: Sequence[Segment]) -> dict[Segment, Tensor]:
-        """Those of the segments that are here; the devices wait until they are whole, and the host not."""
-        found = dict[Segment, Tensor]()
-        for segment in filter(self.kept.__contains__, segments):
-            self.kept.move_to_end(segment)
-            found[segment], ready = self.kept[segment]
-            for device in {*self._memory.devices} if ready is not None else ():
-                torch.cuda.current_stream(device).wait_event(ready)
-        return found
 
 
 @dataclass(frozen=True)
@@ -127,9 +87,8 @@ class KVCache:
     nothing is kept, and every step computes everything, as a plain implementation does.
     """
 
-    def __init__(self, memory: "KVMemory", store: EvidenceStore | None = None, host_bytes: int = 0) -> None:
+    def __init__(self, memory: "KVMemory", store: EvidenceStore | None = None) -> None:
         self.cache_stats, self.store, self._denoiser = CacheStats(), store, memory.denoiser
-        self.host = HostTier(memory, host_bytes)
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
         self.memory, self.budget_tokens = memory, memory.capacity
         self.budget_bytes = memory.capacity * memory.token_bytes
@@ -212,27 +171,23 @@ class KVCache:
             if segment not in self._seen:
                 self._new[segment] = self._take(len(segment.ids))
         self._seen |= self._new
-        for segment, kept in self._find_elsewhere([*self._new]).items():
+        for segment, kept in self._find_stored([*self._new]).items():
             self.memory.write(self._new[segment], kept, segment.start)
             self.kept[segment] = self._new.pop(segment)
         stats.encoded_tokens += sum(len(segment.ids) for segment in self._new)
         stats.encoded_segments += len(self._new)
 
-    def _find_elsewhere(self, segments: list[Segment]) -> dict[Segment, Tensor]:
-        """What host memory, or else the store, has of these segments."""
-        stats, found = self.cache_stats, self.host.get_all(segments)
-        stats.host_segments += len(found)
-        stats.host_bytes += sum(kept.nbytes for kept in found.values())
-        lacking = [segment for segment in segments if segment not in found]
-        if self.store is None or not lacking:
-            return found
-        begin = time.perf_counter()
-        pairs = zip(lacking, self.store.get_all(lacking), strict=True)
+    def _find_stored(self, segments: list[Segment]) -> dict[Segment, Tensor]:
+        """What the store has of these segments, in host memory."""
+        if self.store is None or not segments:
+            return {}
+        stats, begin = self.cache_stats, time.perf_counter()
+        pairs = zip(segments, self.store.get_all(segments), strict=True)
         stored = {segment: kept for segment, kept in pairs if kept is not None}
         stats.store_seconds += time.perf_counter() - begin
         stats.store_segments += len(stored)
         stats.store_bytes += sum(kept.nbytes for kept in stored.values())
-        return found | stored
+        return stored
 
     def _take(self, tokens: int) -> Places:
         """Places for so many tokens; what was used longest ago makes room, but nothing that is seen now."""
@@ -241,11 +196,9 @@ class KVCache:
         return self.memory.take(tokens)
 
     def _evict(self) -> None:
-        """Gives up the segment that was used longest ago; host memory keeps it, where there is some."""
-        segment, places = self.kept.popitem(last=False)
-        self.memory.give_back(places)  # what is written there next comes after the copy
+        """Gives up the segment that was used longest ago."""
+        self.memory.give_back(self.kept.popitem(last=False)[1])
         self.cache_stats.evicted_segments += 1
-        self.host.add(segment, lambda: self._copy_to_host(places))
 
     def _copy_to_host(self, places: Places) -> tuple[Tensor, Any]:
         """A copy in host memory, which the denoiser does not wait for, and the event after which it is."""

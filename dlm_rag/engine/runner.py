@@ -64,14 +64,9 @@ class DecoderStats:
         reuse, parts = self.cache_stats, [self.runtime]
         if reuse.requested_tokens:
             parts[0] += f", {reuse.reused_share:.1%} of it reused"
-        if self.store or reuse.host_segments:
-            back = f"from host memory ({format_bytes(reuse.host_bytes)})"
+        if self.store:
             read = f"from files ({format_bytes(reuse.store_bytes)}, {reuse.store_seconds:.1f} s)"
-            counts = {
-                "on the device": reuse.device_segments,
-                back: reuse.host_segments,
-                read: reuse.store_segments,
-            }
+            counts = {"on the device": reuse.device_segments, read: reuse.store_segments}
             found = [f"{count:,} {source}" for source, count in counts.items() if count]
             parts += [f"passages: {', '.join([*found, f'{reuse.encoded_segments:,} encoded'])}", self.store]
         used = "; ".join(filter(None, parts))
@@ -139,7 +134,7 @@ class MaskedModelRunner(ModelRunner):
             budget = int(engine.prefix_cache_gib * GIB)
         memory = KVMemory(denoiser, engine.cache_dtype, budget)
         store = open_evidence_store(engine, denoiser, memory.token) if budget else None
-        self.cache = KVCache(memory, store, int(engine.cpu_offload_gib * GIB) if budget else 0)
+        self.cache = KVCache(memory, store)
         self.cache_stats = self.cache.cache_stats
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
         self._graphs = StepGraphs(denoiser, memory) if engine.cuda_graphs else None

@@ -185,8 +185,8 @@ def runs_with_canvas(shape: DenoiserConfig, layout: str | None = None) -> bool:
 def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str) -> None:
     """Raises `ConfigError` for settings of what is kept of evidence where nothing is."""
     kept = EVIDENCE_LAYOUTS[layout].separate_passages or not runs_with_canvas(shape, layout)
-    for name in ("store", "cache_dtype", "cpu_offload_gib"):
-        if (given := getattr(engine, name)) not in (None, "auto", 0) and not kept:
+    for name in ("store", "cache_dtype"):
+        if (given := getattr(engine, name)) not in (None, "auto") and not kept:
             raise ConfigError(
                 f"engine.{name}={given} has no effect with evidence_layout={layout}, in which this model "
                 "keeps nothing of its evidence: leave it out, or set model.evidence_layout=independent"

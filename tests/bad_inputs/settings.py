@@ -22,7 +22,6 @@ CASES = [
         ("needs evidence_layout=independent", "model.block_size=4 decode.finished_block_context=no_evidence"),
         (("model.quantize=int4 is not one of none, int8", "nearest: 'int8'"), "model.quantize=int4"),
         ("engine.memory_gib=1e-05 is too little", "engine.memory_gib=1e-5"),
-        ("engine.cpu_offload_gib=1 has no effect on cpu", "engine.cpu_offload_gib=1"),
         ("alone take", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
         ("attn_implementation=flash cannot be used here", "model.attn_implementation=flash"),
         ("attn_implementation=indexed cannot be used here", "model.attn_implementation=indexed"),

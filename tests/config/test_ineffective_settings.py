@@ -43,7 +43,6 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
         ("retrieval.timeout=3", "retrieval.timeout=3.0", "retrieval.url"),
         ("retrieval.url=http://h:1 retrieval.method=dense", "retrieval.method=dense", "milvus://"),
         ("retrieval.url=http://h:1 retrieval.min_score_ratio=0.9", "ratio=0.9", "retrieval.url=null"),
-        ("engine.prefix_cache_gib=0 engine.cpu_offload_gib=1", "offload_gib=1.0", "cache_gib=null"),
         ("engine.prefix_cache_gib=0 engine.store=x", "engine.store=x", "cache_gib=null"),
     ],
 )  # fmt: skip

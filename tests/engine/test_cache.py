@@ -1,8 +1,7 @@
 """Keys and values that stay between steps: the same as computed anew, within their budget, counted."""
 
 import random
-from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import HostTier, KVCache, KVMemory, dequantize_int8, quantize_int8
+from dlm_rag.engine.cache import KVCache, KVMemory, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
@@ -49,9 +48,24 @@ def refresh(cache, *segments):
     cache.store_computed()
 
 
-def cache_of(tokens, host_tokens=0, cache_dtype="auto", **shape):
+def cache_of(tokens, cache_dtype="auto", store=None, **shape):
     size = KVMemory(denoiser := tiny_denoiser(**shape), cache_dtype).token_bytes
-    return KVCache(KVMemory(denoiser, cache_dtype, tokens * size), host_bytes=host_tokens * size)
+    return KVCache(KVMemory(denoiser, cache_dtype, tokens * size), store)
+
+
+class Store(dict):
+    """A store that forgets all but the last."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def add(self, segment, kept, ready):
+        self[segment] = kept
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+    def get_all(self, segments):
+        return [*map(self.get, segments)]
 
 
 def names(kept):
@@ -126,9 +140,9 @@ def test_what_was_used_longest_ago_leaves_first():
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-def test_what_comes_back_from_the_host_has_the_bits_that_left(cache_dtype):
-    """And the positions that turn a key's bias. The device has room for one segment, the host for two."""
-    cache, written = cache_of(12, 20, cache_dtype, qkv_bias=True), {}
+def test_what_comes_back_from_the_store_has_the_bits_that_left(cache_dtype):
+    """And the positions that turn a key's bias. The device has room for one segment, the store for two."""
+    cache, written = cache_of(12, cache_dtype, Store(2), qkv_bias=True), {}
     for name in (1, 2, 3, 2, 3, 1):
         cache.prepare_rows([request(asked := Segment((name,) * 10, 5 * name))])
         memory, places = cache.memory, cache._seen[asked]
@@ -141,28 +155,13 @@ def test_what_comes_back_from_the_host_has_the_bits_that_left(cache_dtype):
             assert memory._positions[0][places].tolist() == [*range(asked.start, asked.start + 10)]
         cache.store_computed()
     stats = cache.cache_stats
-    assert (stats.encoded_segments, stats.host_segments, stats.device_segments) == (4, 2, 0)
+    assert (stats.encoded_segments, stats.store_segments, stats.device_segments) == (4, 2, 0)
     assert (stats.requested_tokens, stats.encoded_tokens) == (60, 40)
-    assert stats.host_bytes == cache.host.used_bytes == cache.host.budget_bytes
-    assert "; passages: 2 from host memory (" in DecoderStats("cpu", stats).describe()
-
-
-def test_the_devices_wait_for_a_copy_that_counts_what_torch_takes_for_it(monkeypatch):
-    """torch rounds pinned blocks up to a power of two: 10 tokens of 128 bytes take 2,048 bytes."""
-    monkeypatch.setattr("torch.cuda.current_stream", streams := Mock())
-    devices = [torch.device("cuda", n) for n in (0, 1, 1)]
-    tier = HostTier(SimpleNamespace(devices=devices, token_bytes=128), 5000)
-    for name in (1, 2, 3):
-        tier.add(segment(name), lambda: ("copy", "event"))
-    assert tier.used_bytes == 4096 and names(tier.kept) == [2, 3]
-    assert not tier.get_all([segment(1)]) and not streams.mock_calls
-    assert tier.get_all([segment(2)]) == {segment(2): "copy"} and names(tier.kept) == [3, 2]
-    assert streams.call_args_list == [call(device) for device in {*devices}]
-    assert streams().wait_event.mock_calls == [call("event")] * 2
+    assert "; passages: 2 from files (" in DecoderStats("cpu", stats, store="read").describe()
 
 
 def test_a_cache_keeps_what_it_holds_apart_and_within_its_budgets():
-    rng, cache = random.Random(0), cache_of(100, 90)
+    rng, cache = random.Random(0), cache_of(100, store=Store(20))
     for _ in range(2000):
         wanted = {segment(name, name % 23 + 1): None for name in rng.sample(range(40), rng.randrange(1, 9))}
         cache.prepare_rows([request(*wanted)])
@@ -173,10 +172,8 @@ def test_a_cache_keeps_what_it_holds_apart_and_within_its_budgets():
             cache.store_computed()
             assert cache.used_bytes <= cache.budget_bytes
             assert cache.memory.taken == sum(map(len, cache.kept.values()))
-        aside = sum(copy.nbytes for copy, _ in cache.host.kept.values())
-        assert cache.host.used_bytes == aside <= cache.host.budget_bytes
         assert all((cache.memory.read(at) == kept.ids[0]).all() for kept, at in cache.kept.items())
-    assert cache.cache_stats.evicted_segments > 100 and cache.cache_stats.host_segments > 100
+    assert cache.cache_stats.evicted_segments > 100 and cache.cache_stats.store_segments > 100
 
 
 def laid_out(layout, facts, shifted, question=(1, 2, 3)):
@@ -221,7 +218,7 @@ STEPS = [
 @pytest.mark.parametrize("budget", [0, 700, 10**9])
 def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
     denoiser = tiny_denoiser(shifted=shifted)
-    cache = KVCache(KVMemory(denoiser, budget_bytes=budget), host_bytes=budget // 2)
+    cache = KVCache(KVMemory(denoiser, budget_bytes=budget))
     numbers = (2, 0, 1)
     with torch.inference_mode():
         for evidence in STEPS:

@@ -224,14 +224,14 @@ def test_a_quantised_product_is_close_to_the_plain_one_alone_and_in_a_batch(devi
 @DEVICES
 @pytest.mark.parametrize("layout", ["prefix", "independent"])
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
-def test_two_small_tiers_change_no_token(corpus_file, device, layout, overlap):
-    """Both hold a few passages, so that they leave and come back all the time."""
+def test_a_small_pool_changes_no_token(corpus_file, device, layout, overlap):
+    """It holds a few passages, which leave and come back all the time."""
     plain, _ = decoded(corpus_file, device, layout, EngineConfig(prefix_cache_gib=0.0))
-    small = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=1e-4)
+    small = EngineConfig(prefix_cache_gib=4e-5)
     ours, reuse = decoded(corpus_file, device, layout, small, overlap=overlap)
     assert ours == plain
     if layout == "independent":
-        assert reuse.evicted_segments > 5 and reuse.host_segments > 5
+        assert reuse.evicted_segments > 5
 
 
 @DEVICES
@@ -338,7 +338,7 @@ def without_waits(device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("block", [None, 4])
 def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block):
-    engine = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
+    engine = EngineConfig(prefix_cache_gib=4e-5)
     settings = {"temperature": 0.5, "overlap": "pipeline"}
     decoder = make_decoder(corpus_file, layout, batch_size=2, **settings)
     decoder.denoiser.config = replace(decoder.denoiser.config, block_size=block)

@@ -17,7 +17,7 @@ EXPERTS = ExpertsConfig(
 )  # fmt: skip
 ROUTED = replace(EXPERTS, n_group=1, expert_capacity=4)
 # a few passages, which leave and come back
-SMALL_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
+SMALL_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5)
 DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "joint": ("joint", {}, {}),
     "prefix": ("prefix", {}, {}),
