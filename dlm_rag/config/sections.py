@@ -45,7 +45,8 @@ class ModelConfig(CheckedSettings):
     """attention kernel: flash (flash-attn), varlen (torch's own), sdpa, or indexed (Triton, reads the cache
     in place; not measured yet); auto: the first of flash, varlen, sdpa that works"""
     evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent", "parallel"))
-    """which parts of the prompt attend to each other; unset: the checkpoint's own (public ones: joint)"""
+    """which parts of the prompt attend to each other; unset: the checkpoint's own (public ones: joint, or
+    independent when trained with sft or pretrain)"""
     block_size: int | None = setting(None, low=0, high=2**20)
     """block length of block-causal attention, 0 for full attention; for training, and for checkpoints that
     do not say; unset: the checkpoint's own"""

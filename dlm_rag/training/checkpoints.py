@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.config.fields import flatten_settings, get_field_metadata
+from dlm_rag.config.sections import DECODE_NAMES
 from dlm_rag.errors import CheckpointError, ConfigError, QuestionError, RunError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
@@ -304,14 +305,12 @@ CHANGEABLE_KEYS = frozenset({
 FINGERPRINTED_KEYS = (
     "model.path", "data.questions", "data.corpus", "data.documents", "retrieval.embedding_model", "prompt",
 )  # fmt: skip
-# A denoiser is trained for them.
-DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.finished_block_context")
 
 
 def collect_settings(config: Config, task: type[Task], own_rule: str | None = None) -> dict[str, Any]:
     """What a run of this task depends on, by dotted keys; own_rule: the checkpoint's for commits."""
     values, objective = flatten_settings(config), config.train.objective
-    held = {*DECODE_SHAPE_KEYS, "prompt"}
+    held = {*(f"decode.{name}" for name in DECODE_NAMES), "prompt"}  # the trained model's own, too
     held |= {key for key in values if key.startswith(("model.", "retrieval.", "data."))}
     for item in fields(TrainConfig):  # that the objective reads, as they declare; one's own reads all
         need = get_field_metadata(item, "only_with") or {}

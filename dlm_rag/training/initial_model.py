@@ -278,6 +278,7 @@ def make_training_shape(
     """An architecture with what training gives it: layout, lengths, room for long contexts.
 
     raw_config: the checkpoint's `config.json`, whose layout and length of passages stay where none are set.
+    One that names no layout learns `independent`; by reward it keeps that of its family.
     Raises `ConfigError` for a model that is not trained here.
     """
     train, decode, block = config.train, config.decode, config.model.block_size
@@ -295,10 +296,11 @@ def make_training_shape(
     if block and train.context_parallel > 1:
         raise ConfigError("context_parallel does not go with blocks: set it to 1, or model.block_size=0")
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
+    unset = own.evidence_layout if train.objective == "rl" else "independent"
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
-        evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout") or "independent",
+        evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout") or unset,
         passage_length=train.passage_length or raw_config.get("passage_length") or DEFAULT_PASSAGE_LENGTH,
         canvas_length=decode.max_new_tokens or own.canvas_length,
         block_length=own.block_length if decode.block_length is None else decode.block_length,

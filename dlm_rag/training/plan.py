@@ -52,7 +52,8 @@ class LongestRow(NamedTuple):
 
 def find_longest_row(shape: DenoiserConfig, config: Config, decode: DecodeConfig) -> LongestRow:
     """The row of a long question and `retrieval.top_k` passages of full length."""
-    count, layout = config.retrieval.top_k, config.model.evidence_layout
+    count = int(shape.retrieval_settings.get("top_k", config.retrieval.top_k))
+    layout = config.model.evidence_layout
     room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
     kind, block = EVIDENCE_LAYOUTS[room.layout], shape.block_size or 0
     own, canvas = room.context_length - room.canvas_length, room.canvas_length + block  # whole blocks

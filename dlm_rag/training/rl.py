@@ -27,7 +27,7 @@ from dlm_rag.engine import policy
 from dlm_rag.engine.engine import Decoder, resolve_settings
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import bar_tokens, collect_bars
-from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
@@ -92,7 +92,8 @@ def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
         indexed, questions = open_world(step // train.steps_per_world), list[Question]()
         for item in items:
             rng, name = random.Random(f"rl/{train.seed}/{step}/{item}"), f"{step}.{item}"
-            found = sources.draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
+            least, hops = train.min_hops, rng.randint(train.min_hops, train.max_hops)
+            found = sources.draw_world_question(rng, indexed, hops, least=least)
             support = tuple(subject.id for subject in found.subjects)
             questions.append(Question(name, found.question, (found.answer,), support, found.hops))
         return questions, indexed.retriever
@@ -293,19 +294,16 @@ class RlTask(Task):
 
     def open_data(self) -> Validation:
         run, train = self.run, self.train
-        if self.run.config.data.corpus is None:
-            self._source = make_world_source(train, self.run.config.retrieval.top_k)
+        if run.config.data.corpus is None:
+            self._source = make_world_source(train, run.top_k)
             return sources.open_world_validation(run)
         questions, retriever, validation = sources.open_questions(run)
-        for question in (*questions, *validation.questions):
-            if not question.golden_answers:
-                raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
         self._source = make_file_source(questions, retriever, train)
         return validation
 
     def sample_batch(self, count: int) -> RolloutBuffer:
         shape, rollouts = self.run.origin.config, self.train.num_generations
-        top_k, rows = self.run.config.retrieval.top_k, self._steps * rollouts
+        top_k, rows = self.run.top_k, self._steps * rollouts
         examples = sample_prompt_rows(shape, top_k, count, rows, ROLLOUT_PASSAGE_FACTOR)
         states = lay_out_examples(examples, shape, shape.evidence_layout)
         read = [example.supervised_positions for example in examples]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dlm_rag.answer_forms import find_answer_span
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.data import synthetic_world
@@ -61,14 +63,14 @@ class IndexedWorld:
 
 
 def draw_world_question(
-    rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
+    rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None, least: int = 1
 ) -> WorldQuestion:
-    """A question of so many hops, or of fewer where there is no way so long."""
+    """A question of so many hops, or of fewer, but `least`, where there is no way so long."""
     while True:
         question = make_world_question(rng, indexed.world, hops, training=True, start=start)
         if question is not None:
             return question
-        hops = 1 + rng.randrange(hops)  # some starts have no long way to go
+        hops = rng.randint(least, hops)  # some starts have no long way to go
 
 
 class WorldExamples:
@@ -92,7 +94,7 @@ class WorldExamples:
         return examples
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
-        question = draw_world_question(rng, indexed, rng.choice(self._hops))
+        question = self._draw(rng, indexed, rng.choice(self._hops))
         written = rng.randrange(question.hops + 1)
         response = " ".join(question.sentences[:written])
         if written < question.hops and rng.random() < WRONG_HOP_SHARE:
@@ -104,12 +106,23 @@ class WorldExamples:
             found = [indexed.passages[question.subjects[0].id], *found]
         evidence = batches.sample_passages(rng, found, needed, count)
         for row in range(self._train.rows_per_set):
-            if row < self._train.rows_per_set // 2:
+            if row < max(1, self._train.rows_per_set // 2):
                 yield self._example(rng, question, evidence, written)
             else:
                 start = indexed.by_id[rng.choice(evidence).id]
-                side = draw_world_question(rng, indexed, rng.choice(self._side_hops), start)
+                side = self._draw(rng, indexed, rng.choice(self._side_hops), start)
                 yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
+
+    def _draw(
+        self, rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
+    ) -> WorldQuestion:
+        """A question whose response, of which few are as long as the longest, fits the canvas."""
+        encode, longest = self._builder.tokenizer.encode, self._builder.shape.canvas_length
+        while True:
+            question = draw_world_question(rng, indexed, hops, start)
+            if hops == 1 or len(encode(question.reasoning)) < longest:
+                return question
+            hops -= 1
 
     def _example(
         self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int
@@ -142,32 +155,8 @@ class QuestionExamples:
         self, questions: Sequence[Question], retriever: Retriever, builder: ExampleBuilder,
         train: TrainConfig,
     ) -> None:  # fmt: skip
-        """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._builder = questions, retriever, builder
-        self._train, longest = train, builder.shape.canvas_length
-        responses = {question.id: target_response(question) for question in questions}
-        lengths = {name: len(builder.tokenizer.encode(text)) + 1 for name, text in responses.items()}
-        most = max(lengths.values(), default=0)
-        empty = [name for name, text in responses.items() if not text]
-        self._refuse(empty, "neither 'response' nor 'golden_answers'")
-        self._refuse(
-            [name for name, length in lengths.items() if length > longest],
-            f"response and end token are more than the canvas of {longest} tokens (longest {most}): set "
-            f"decode.max_new_tokens={most}",
-        )
-        misfits = dict[str, str]()
-        for question in questions:
-            try:
-                builder.build_prompt(question.question, [])
-            except QuestionError as error:
-                misfits[question.id] = str(error)
-        self._refuse([*misfits], next(iter(misfits.values()), ""))
-
-    def _refuse(self, names: list[str], reason: str) -> None:
-        """Refuses once, with the count, questions that cannot be trained on."""
-        if names:
-            others = f" and {len(names) - 1:,} others of {len(self._questions):,}" if names[1:] else ""
-            raise QuestionError(f"question '{names[0]}'{others}: {reason}, or drop such rows")
+        self._train = train
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some sets of passages of a step."""
@@ -189,11 +178,50 @@ class QuestionExamples:
         return examples
 
 
+def check_questions(questions: Sequence[Question], builder: ExampleBuilder, rewards: bool = False) -> None:
+    """Raises `QuestionError`, with their number, for questions that do not fit the context, and whose
+    response is missing or does not fit the canvas; rewards: that have no answers, in place of the latter.
+    """
+
+    def refuse(names: list[str], reason: str) -> None:
+        if names:
+            others = f" and {len(names) - 1:,} others of {len(questions):,}" if names[1:] else ""
+            raise QuestionError(f"question '{names[0]}'{others}: {reason}, or drop such rows")
+
+    lengths, misfits = dict[str, int](), dict[str, str]()
+    for question in questions:
+        text = target_response(question)
+        lengths[question.id] = len(builder.tokenizer.encode(text)) + 1 if text else 0
+        try:
+            builder.build_prompt(question.question, [])
+        except QuestionError as error:
+            misfits[question.id] = str(error)
+    if rewards:
+        lacking = [question.id for question in questions if not question.golden_answers]
+        refuse(lacking, "it has no 'golden_answers' to reward")
+    else:
+        most, longest = max(lengths.values(), default=0), builder.shape.canvas_length
+        refuse([name for name, n in lengths.items() if not n], "neither 'response' nor 'golden_answers'")
+        refuse(
+            [name for name, length in lengths.items() if length > longest],
+            f"response and end token are more than the canvas of {longest} tokens (longest {most}): set "
+            f"decode.max_new_tokens={most}",
+        )
+    refuse([*misfits], next(iter(misfits.values()), ""))
+
+
 def target_response(question: Question) -> str:
     """What the denoiser is to write: the question's `response`, else `### ` and its first answer."""
     if question.response:
         return question.response
     return f"### {question.golden_answers[0]}" if question.golden_answers else ""
+
+
+def name_answers(question: Question, form: str) -> tuple[str, ...]:
+    """The answers of a question; where none are named, what its response says, if it has the form."""
+    response = question.response or ""
+    told = response[slice(*find_answer_span(response, form))]
+    return question.golden_answers or ((told,) if told else ())
 
 
 NELBO_TIMES = 4  # of each question, in equal parts of the interval
@@ -217,7 +245,8 @@ class QuestionValidation:
         mine, whole = processes.local_items(len(self.questions)), len(self.questions)
         asked = [self.questions[number] for number in mine]
         by_hops = Counter(question.hops for question in self.questions if question.hops)
-        counts = {"exact_match": whole, "forwards_per_answer": whole}
+        counts = {"exact_match": sum(bool(question.golden_answers) for question in self.questions)}
+        counts |= {"forwards_per_answer": whole}
         counts |= {f"exact_match_{hops}_hops": by_hops[hops] for hops in sorted(by_hops)}
         sums = dict.fromkeys(counts, 0.0)
         with profile_stage("evaluate"), trainer.evaluation_mode():
@@ -230,8 +259,8 @@ class QuestionValidation:
                     sums[f"exact_match_{question.hops}_hops"] += scored.exact_match
             own = [*sums.values(), *self.nelbo(denoiser, tokenizer, mine)]
         *found, nats, tokens = processes.all_reduce_sum(own)
-        means = {name: value / counts[name] for name, value in zip(sums, found, strict=True)}
-        return means | {"nelbo_per_token": nats / tokens}
+        totals = zip(counts.items(), found, strict=True)
+        return {name: total / n for (name, n), total in totals if n} | {"nelbo_per_token": nats / tokens}
 
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
         """The NELBO in nats of the true responses to some questions, with an end token; and their tokens.
@@ -329,10 +358,14 @@ def open_questions(run: Run) -> tuple[list[Question], CorpusRetriever, QuestionV
     config, train = run.config, run.config.train
     assert config.data.questions is not None and config.data.corpus is not None
     given = read_questions(config.data.questions)
+    builder = ExampleBuilder(run.origin.tokenizer, run.origin.config)
+    check_questions(given, builder, rewards=train.objective == "rl")
     kept = len(given) - min(train.eval_questions, len(given) // 10)
+    form = builder.tokenizer.template.answer
+    held = [replace(each, golden_answers=name_answers(each, form)) for each in given[kept:]]
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
     retriever = load_retriever(config.retrieval, corpus, config.model.path)  # whose own settings count
-    return given[:kept], retriever, QuestionValidation(given[kept:], retriever, config)
+    return given[:kept], retriever, QuestionValidation(held, retriever, config)
 
 
 def open_world_validation(run: Run) -> QuestionValidation:
@@ -341,13 +374,19 @@ def open_world_validation(run: Run) -> QuestionValidation:
 
     def write(folder: Path) -> None:
         seed, passages = VALIDATION_SEED + train.seed, train.world_passages
-        write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
+        asked = write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
+        room, encode = run.origin.config.canvas_length, run.origin.tokenizer.encode
+        if cut := sum(len(encode(question.reasoning)) >= room for question in asked):
+            print_note(
+                f"{cut} of {len(asked)} questions for validation need more than the canvas of {room} "
+                "tokens, and count as wrong: raise decode.max_new_tokens, or lower train.max_hops"
+            )
 
     built = build_once(run.folder / "validation", write)
     lines = (built / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = zip(read_questions(built / "questions.jsonl"), map(json.loads, lines), strict=True)
     questions = [replace(question, response=row["reasoning"]) for question, row in pairs]
-    index, top_k = str(built / "index"), config.retrieval.top_k
+    index, top_k = str(built / "index"), run.top_k
     retriever = load_retriever(built / "corpus.jsonl", top_k=top_k, index_dir=index)
     return QuestionValidation(questions, retriever, config)
 

@@ -93,20 +93,20 @@ class SftTask(MaskedTask):
         run, train, origin = self.run, self.train, self.run.origin
         builder = batches.ExampleBuilder(origin.tokenizer, origin.config)
         if run.config.data.corpus is None:
-            self._source = sources.WorldExamples(builder, train, run.config.retrieval.top_k)
+            self._source = sources.WorldExamples(builder, train, run.top_k)
             return sources.open_world_validation(run)
         questions, retriever, validation = sources.open_questions(run)
         self._source = sources.QuestionExamples(questions, retriever, builder, train)
         return validation
 
     def sample_rows(self, count: int) -> list[batches.Example]:
-        train, top_k = self.train, self.run.config.retrieval.top_k
-        return batches.sample_prompt_rows(self.run.origin.config, top_k, count, train.rows_per_set)
+        train, run = self.train, self.run
+        return batches.sample_prompt_rows(run.origin.config, run.top_k, count, train.rows_per_set)
 
     def count_passages(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""
         least, most = CURRICULUM_STAGES[state.get("stage", 0)]
-        top_k = self.run.config.retrieval.top_k
+        top_k = self.run.top_k
         return min(least, top_k), min(most or top_k, top_k)
 
     def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[batches.Example]:

@@ -37,6 +37,11 @@ class Run:
     origin: InitialModel
     folder: Path
 
+    @property
+    def top_k(self) -> int:
+        """How many passages a search of an invented world finds: as given, or the checkpoint's own."""
+        return int(self.origin.config.retrieval_settings.get("top_k", self.config.retrieval.top_k))
+
 
 class Validation(Protocol):
     """Says how good a denoiser is."""

@@ -356,10 +356,12 @@ def iterate_batches(sets: list[RowSet], rows_per_step: int) -> Iterator[list[Row
         epoch += 1
 
 
-def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int, base: Path) -> None:
+def save(
+    out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int, seconds: float, base: Path
+) -> None:
     """Writes the adapter as `dlm-rag` reads it, also in halves, and what `--resume` needs.
 
-    base: the folder with the config of the base.
+    seconds: that the steps took. base: the folder with the config of the base.
     """
     out.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -388,7 +390,7 @@ def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int
         "prompt": {"head": HEAD, "fact": FACT.strip(), "chat": False, "answer": "titled"},
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    state = {"step": torch.tensor(step)}
+    state = {"step": torch.tensor(step), "seconds": torch.tensor(seconds)}
     for number, parameter in enumerate(model.parameters):
         state[f"{number}.value"] = parameter.detach()
         state |= {f"{number}.{name}": value for name, value in optimizer.state[parameter].items()}
@@ -397,14 +399,15 @@ def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int
 
 
 @torch.no_grad()
-def resume(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer) -> int:
-    """Reads what `save` has written into the adapter and the optimizer; returns the number of steps."""
+def resume(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+    """Reads what `save` has written into the adapter and the optimizer; returns the number of steps
+    and the seconds that they took."""
     state = load_file(out / STATE_FILE, device=str(model.device))
     for number, parameter in enumerate(model.parameters):
         parameter.copy_(state[f"{number}.value"])
         names = ("step", "exp_avg", "exp_avg_sq")
         optimizer.state[parameter] = {name: state[f"{number}.{name}"] for name in names}
-    return int(state["step"])
+    return int(state["step"]), float(state["seconds"])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -443,12 +446,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters, lr=given.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
     )
-    batches, step = iterate_batches(sets, given.rows_per_step), 0
+    batches, step, spent, seen = iterate_batches(sets, given.rows_per_step), 0, 0.0, 0
     if given.resume:
-        step = resume(given.out, model, optimizer)
-        for _ in range(step):
-            next(batches)
-    begun, seen, every = time.time(), 0, 1 if device.type == "cuda" else FULL_GRADIENT_EVERY
+        step, spent = resume(given.out, model, optimizer)
+        seen = sum(len(item.rows) for _ in range(step) for item in next(batches))
+    begun, every = time.time() - spent, 1 if device.type == "cuda" else FULL_GRADIENT_EVERY
     recent: list[tuple[float, float]] = []
     with (given.out.with_name(f"{given.out.name}.jsonl")).open("a") as log:
         while (done := (time.time() - begun) / (60 * given.minutes)) < 1 and step < given.steps:
@@ -477,8 +479,8 @@ def main() -> None:
                 if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
                     libc.malloc_trim(0)  # glibc holds on to freed pieces: 13 GB after 300 steps
             if step % SAVE_STEPS == 0:
-                save(given.out, model, optimizer, step, folder)
-    save(given.out, model, optimizer, step, folder)
+                save(given.out, model, optimizer, step, time.time() - begun, folder)
+    save(given.out, model, optimizer, step, time.time() - begun, folder)
 
 
 if __name__ == "__main__":

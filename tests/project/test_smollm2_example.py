@@ -1,5 +1,7 @@
 """What `examples/smollm2/pack.py` packs is what `train_adapter.py` reads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -49,3 +51,14 @@ def test_an_adapter_is_joined_of_its_halves(example, tmp_path):
     pack.join_adapter(tmp_path)
     joined = train.load_file(tmp_path / train.ADAPTER_FILE)
     assert {name: value[0].item() for name, value in joined.items()} == {"tensor 0": 0, "tensor 1": 1}
+
+
+def test_a_resumed_run_knows_how_long_it_has_run(example, tmp_path):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    (tmp_path / "config.json").write_text("{}")
+    model = SimpleNamespace(a={}, b={}, parameters=[weight], device="cpu")
+    example[2].save(tmp_path / "out", model, optimizer, 7, 90.0, tmp_path)
+    assert example[2].resume(tmp_path / "out", model, optimizer) == (7, 90.0)

@@ -303,6 +303,12 @@ def test_every_setting_is_held_or_stands_in_the_table():
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
 
 
+def test_what_the_trained_model_decodes_with_is_held():
+    given = load_config(None, ["decode.commit_threshold=0.5", "decode.query_policy=question"])
+    held = collect_settings(given, find_task(given.train))
+    assert held["decode.commit_threshold"] == 0.5 and held["decode.query_policy"] == "question"
+
+
 def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     for _ in range(8):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from dlm_rag.training.initial_model import (
     train_tokenizer,
 )
 from dlm_rag.training.sources import QuestionValidation, WorldExamples
+from dlm_rag.training.task import Run
 from dlm_rag.training.trainer import make_optimizers, make_train_command, open_trainer, run_training
 from tests.support import training
 from tests.support.tiny_models import tiny_denoiser
@@ -49,11 +51,12 @@ def examples(tokenizer):
     return make_stream(tokenizer).examples(7, range(6), (3, 5))
 
 
-def make_stream(tokenizer, seed=0):
+def make_stream(tokenizer, seed=0, rows_per_set=6, **shape):
     train = TrainConfig(
-        seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3
+        seed=seed, passage_sets_per_step=6, rows_per_set=rows_per_set, world_passages=150, steps_per_world=3
     )
-    return WorldExamples(batches.ExampleBuilder(tokenizer, EXAMPLE_SHAPE), train, top_k=5)
+    builder = batches.ExampleBuilder(tokenizer, replace(EXAMPLE_SHAPE, **shape))
+    return WorldExamples(builder, train, top_k=5)
 
 
 def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
@@ -80,6 +83,25 @@ def test_examples_are_what_they_say(tokenizer, examples):
         "### " in tokenizer.decode_with_offsets(list(e.target))[0] and not e.pointers for e in examples
     )
     assert missing < len(examples) / 3
+
+
+def test_a_set_of_one_row_asks_what_its_evidence_was_searched_for(tokenizer):
+    rows = make_stream(tokenizer, rows_per_set=1).examples(7, range(40), (3, 5))
+    sentences = [tokenizer.decode_with_offsets(list(row.target))[0].count(".") for row in rows]
+    assert max(sentences) > 2, "side questions have two hops at most"
+
+
+def test_a_response_that_the_canvas_does_not_hold_is_not_drawn(tokenizer):
+    for row in make_stream(tokenizer, canvas_length=40).examples(7, range(20), (3, 5)):
+        text, _ = tokenizer.decode_with_offsets(list(row.target))
+        assert " ### " in text
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_questions_have_the_least_number_of_hops(least):
+    world, rng = sources.IndexedWorld(0, 60, 3), random.Random(0)
+    drawn = [sources.draw_world_question(rng, world, 4, least=least).hops for _ in range(60)]
+    assert min(drawn) == least and max(drawn) == 4
 
 
 def micro_denoiser(*words):
@@ -259,6 +281,14 @@ def test_a_null_in_the_config_of_a_checkpoint_is_no_setting():
     raw = {"evidence_layout": None, "passage_length": None}
     shape = make_training_shape(load_config(None, []), EXAMPLE_SHAPE, raw)
     assert (shape.evidence_layout, shape.passage_length) == ("independent", 96)
+
+
+def test_a_search_in_a_world_finds_what_the_checkpoint_asks_for():
+    origin = SimpleNamespace(config=EXAMPLE_SHAPE.add_settings({}, top_k=3))
+    assert Run(load_config(None, []), origin, None).top_k == 3
+    given = load_config(None, ["retrieval.top_k=5"])
+    shape = make_training_shape(given, origin.config)
+    assert Run(given, SimpleNamespace(config=shape), None).top_k == 5
 
 
 def test_the_masks_of_a_bound_spread_over_the_interval_and_depend_on_the_question_alone(
