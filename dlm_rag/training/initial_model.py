@@ -4,6 +4,7 @@ A denoiser is built without contents, put where it belongs (in shards, where it 
 a process reads or makes one tensor at a time and keeps its rows, which are the same whoever has them.
 """
 
+import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.config.sections import DECODE_NAMES, RETRIEVAL_NAMES, list_given
 from dlm_rag.data.synthetic_world import make_world, make_world_question
@@ -264,6 +266,9 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     vocabulary = max(own.vocab_size, mask_id + 1)
     own = replace(own, vocab_size=vocabulary, mask_token_id=mask_id)
     shape = make_training_shape(config, own, base.raw_config)
+    layout, known = shape.evidence_layout, base.config.evidence_layout
+    if train.objective == "rl" and layout != known and os.environ.get("RANK", "0") == "0":
+        print_note(f"evidence_layout={layout}: the model was trained with {known}, and may answer worse")
     template = load_prompt(config.prompt, shape.evidence_layout, base.raw_config.get("prompt"))
     thinks = does_think(base.raw_config)
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary, thinks)

@@ -281,6 +281,8 @@ def test_a_null_in_the_config_of_a_checkpoint_is_no_setting():
     raw = {"evidence_layout": None, "passage_length": None}
     shape = make_training_shape(load_config(None, []), EXAMPLE_SHAPE, raw)
     assert (shape.evidence_layout, shape.passage_length) == ("independent", 96)
+    by_reward = make_training_shape(load_config(None, ["train.objective=rl"]), EXAMPLE_SHAPE, raw)
+    assert by_reward.evidence_layout == EXAMPLE_SHAPE.evidence_layout == "joint", "what it decodes with"
 
 
 def test_a_search_in_a_world_finds_what_the_checkpoint_asks_for():
