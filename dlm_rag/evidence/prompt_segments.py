@@ -311,11 +311,17 @@ def fit_passages(
     prompt = tokenizer.build_prompt(question, [text for text, _ in found.values()], system)
     fitted, cut = truncate_evidence(prompt, room)
     texts, cut["passages_shortened"] = dict[str, str](), 0
-    for (name, (text, skipped)), fact, kept in zip(found.items(), prompt.facts, fitted.facts, strict=True):
+    facts = zip(found.items(), prompt.facts, fitted.facts, strict=True)
+    for number, ((name, (text, skipped)), fact, kept) in enumerate(facts, start=1):
         cut["tokens"] += skipped
-        if kept:
-            texts[name] = text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
+        if kept and kept != fact:
+            whole, left = (tokenizer.decode_with_offsets([*ids])[0] for ids in (fact, kept))
+            lost = len(whole.removesuffix("\n")) - len(left.rstrip("\ufffd"))
+            text = tokenizer.template.shorten_passage(number, text, lost)
+        if kept and (text or kept == fact):
+            texts[name] = text
             cut["passages_shortened"] += bool(skipped) or kept != fact
+    cut["passages_dropped"] = len(passages) - len(texts)
     return Evidence(fitted, texts, tuple(name for name in passages if name not in texts), cut)
 
 

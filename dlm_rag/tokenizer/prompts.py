@@ -99,6 +99,13 @@ class PromptTemplate:
         named = {"{number}": str(number), "{passage}": passage, "{title}": title, "{text}": text or title}
         return _PLACES.sub(lambda place: named[place[0]], self.fact)
 
+    def shorten_passage(self, number: int, passage: str, lost: int) -> str:
+        """What is left of a passage in its fact without the last `lost` characters."""
+        after = re.split(r"\{(?:passage|text)\}", self.fact)[1]
+        lost -= len(replace(self, fact=after).write_fact(number, passage))
+        passage = passage.strip()
+        return passage[: max(0, len(passage) - max(0, lost))]
+
     def write_facts(self, passages: Sequence[str]) -> list[str]:
         """The facts of passages in rank order, each with its line break, but for the last numbered one."""
         facts = [f"{self.write_fact(n, passage)}\n" for n, passage in enumerate(passages, start=1)]

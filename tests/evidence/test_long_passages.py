@@ -3,8 +3,10 @@
 import pytest
 
 from dlm_rag import Tokenizer
-from dlm_rag.evidence.prompt_segments import skip_to_relevant
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, skip_to_relevant
+from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate
 from tests.support.paths import ROOT
+from tests.support.tiny_models import tiny_tokenizer
 
 QUESTION = "Who directed The Silver Lamp?"
 FILLER = "The house has three floors and a garden. "
@@ -35,3 +37,24 @@ def test_a_text_that_fits_stays_as_it_is(tokenizer):
 def test_of_equal_parts_the_first_is_read(tokenizer):
     text = "A title\n" + FILLER * 100
     assert skip_to_relevant(tokenizer, text, QUESTION, 50) == (text, 0)
+
+
+@pytest.mark.parametrize(
+    "fact", [PROMPTS["sardi"].fact, PROMPTS["flashrag"].fact, "<{title}>{text}</{number}>"]
+)
+def test_a_shortened_passage_is_read_without_what_the_template_writes(fact):
+    tokenizer = tiny_tokenizer(PromptTemplate("{question}\n", fact))
+    passages = {"a": "Emma\nA novel.", "b": "Dover\nDover is a town in Kent, é.", "c": "Bees"}
+    prompt = tokenizer.build_prompt("?", [*passages.values()])
+    first, second = map(len, prompt.facts[:2])
+    found = []
+    for kept in range(1, second):
+        room = ContextBudget("joint", len(prompt.head) + first + kept + 1, 1, 99)
+        evidence = fit_passages(tokenizer, "?", passages, room)
+        text = evidence.texts.get("b", "")
+        shown = tokenizer.decode_with_offsets(list(evidence.prompt.facts[1]))[0]
+        assert passages["b"].startswith(text) and text.partition("\n")[2] in shown and evidence.texts["a"]
+        assert evidence.cut["passages_dropped"] == len(evidence.dropped) == 2 - bool(text)
+        found.append(text)
+    assert found == sorted(found, key=len) and found[0] == "" and found[-1] == passages["b"]
+    assert {"", *(passages["b"][: n + 1] for n in range(8, len(passages["b"])))} <= {*found}
