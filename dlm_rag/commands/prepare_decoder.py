@@ -195,7 +195,7 @@ def prepare_decoder(
 ) -> PreparedDecoder:
     """Checks all that is needed, before any weight is read; once: shared by jobs. Raises `UserError`."""
     once, given = ResourceCache() if once is None else once, (config, questions)
-    weights = (path, block_size) = config.model.path or "", config.model.block_size
+    weights = (path, _) = config.model.path or "", config.model.block_size
     if is_model_url(path):
         raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
     wanted = fill_unset(config.retrieval, read_retrieval_settings(path))
@@ -207,17 +207,15 @@ def prepare_decoder(
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
-    from dlm_rag.engine.runner import check_step_graphs
+    from dlm_rag.engine.runner import check_step_graphs, check_unread_settings
     from dlm_rag.engine.store import check_store
-    from dlm_rag.evidence.prompt_segments import check_kept_evidence
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.quantize import check_quantize
 
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
     shape, model, engine = checkpoint.config, config.model, config.engine
-    if block_size is not None and shape.decode_modes == ("autoregressive",):
-        raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
+    check_unread_settings(model, engine, shape)
     layout = model.evidence_layout or shape.evidence_layout
     decode = resolve_settings(config.decode, shape, layout)
     config, devices = replace(config, decode=decode), choose_devices(config)
@@ -226,13 +224,12 @@ def prepare_decoder(
         attention = choose_backend(model.attn_implementation, devices[0], dtype, shape.causal_context)
         check_step_graphs(engine, shape, attention, devices)
     else:
-        attention = shape.adapter.check_settings(model, engine)
+        attention = shape.adapter.DiffusionGemma.backend
     check_quantize(model.quantize, shape, dtype)
     need = check_weights_fit(checkpoint, devices, dtype, model.quantize)
     check_memory_limit(engine, devices[0], need)
     check_store(engine)
     show_status("reading the tokenizer")
-    check_kept_evidence(engine, shape, layout)
     read = layout, config.prompt
     tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, *read), "tokenizer", *weights, *read)
     room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)

@@ -246,12 +246,11 @@ def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig
     )
 
 
-def check_settings(model: ModelConfig, engine: EngineConfig) -> str:
-    """The attention kernel; raises `ConfigError` for settings that are not supported."""
+def check_settings(model: ModelConfig, engine: EngineConfig) -> None:
+    """Raises `ConfigError` for settings that are not supported."""
     fixed = {"attn_implementation": "sdpa", "evidence_layout": "prefix"}
     _refuse_idle("model", model, ("path", "device", "dtype"), fixed)
     _refuse_idle("engine", engine, (), {})
-    return DiffusionGemma.backend
 
 
 def _refuse_idle(

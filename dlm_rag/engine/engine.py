@@ -36,7 +36,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
-from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
+from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner, check_unread_settings
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -228,6 +228,7 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     wanted, retrieval = sections["model"], sections["retrieval"]
     checkpoint = open_checkpoint(name, wanted.block_size)
     device = choose_device(wanted.device)
+    check_unread_settings(wanted, sections["engine"], checkpoint.config)
     layout = wanted.evidence_layout or checkpoint.config.evidence_layout
     if corpus is None and retrieval.url is None:
         if not is_world_model(name):

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.config import EngineConfig
+from dlm_rag.config import EngineConfig, ModelConfig
 from dlm_rag.engine.cache import CacheStats, KVCache, KVMemory
 from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import RowInput
+from dlm_rag.evidence.prompt_segments import RowInput, check_kept_evidence
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig, count_head_flops
@@ -314,6 +314,16 @@ def round_up_size(count: int, sizes_an_octave: int = SIZES_AN_OCTAVE) -> int:
     count = max(8, count)
     unit = max(1, (1 << ((count - 1).bit_length() - 1)) // sizes_an_octave)
     return -(-count // unit) * unit
+
+
+def check_unread_settings(model: ModelConfig, engine: EngineConfig, shape: DenoiserConfig) -> None:
+    """Raises `ConfigError` for settings that have no effect on this checkpoint."""
+    if model.block_size is not None and shape.decode_modes == ("autoregressive",):
+        raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
+    if shape.adapter is not None:
+        shape.adapter.check_settings(model, engine)
+    else:
+        check_kept_evidence(engine, shape, model.evidence_layout or shape.evidence_layout)
 
 
 Graph = tuple[list[Tensor], Callable[[], Any]]  # what a captured step reads, and what replays it

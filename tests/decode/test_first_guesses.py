@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import dlm_rag
 from dlm_rag import DecodeConfig, Decoder, Denoiser, Question, Tokenizer, load_retriever
 from dlm_rag.errors import UserError
-from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, write_autoregressive_checkpoint
 
 TEXTS = ["Emma is a novel by Jane Austen.", "Bees make honey.", "Kellerup is a town on a fjord."]
 BEIR = [{"_id": "d1", "text": "x"}, {"text": None}]
@@ -200,3 +202,31 @@ def test_a_layout_that_the_model_was_not_trained_with_is_said(home, decoder, cap
     assert "the model was trained with joint" in capsys.readouterr().err
     load(home, corpus=decoder.retriever, evidence_layout="joint")
     assert "trained with" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "says"),
+    [
+        (
+            "masked",
+            {"cache_dtype": "int8"},
+            "engine.cache_dtype=int8 has no effect with evidence_layout=joint",
+        ),
+        ("masked", {"store": "kept"}, "engine.store=kept has no effect"),
+        ("gemma", {"quantize": "int8"}, "model.quantize=int8 has no effect on a model that denoises"),
+        ("gemma", {"device_map": "cuda:0"}, "model.device_map=cuda:0"),
+        ("gemma", {"prefix_cache_gib": 0.5}, "engine.prefix_cache_gib=0.5"),
+        ("gemma", {"evidence_layout": "independent"}, "model.evidence_layout=independent"),
+        ("qwen", {"block_size": 32}, "model.block_size has no effect on an autoregressive model"),
+    ],
+    ids=str,
+)
+def test_load_refuses_settings_that_the_model_does_not_read(home, tmp_path, model, settings, says):
+    folder = home / "model"
+    if model == "gemma":
+        folder = write_tiny_gemma(tmp_path)
+    elif model == "qwen":
+        kinds = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
+        folder = write_autoregressive_checkpoint(tmp_path, *kinds)[0]
+    with pytest.raises(UserError, match=says):
+        dlm_rag.load(folder, corpus=TEXTS, device="cpu", **settings)
