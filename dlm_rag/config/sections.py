@@ -171,9 +171,6 @@ class DecodeConfig(CheckedSettings):
     """stop once an end token and everything before it is committed"""
 
     def __post_init__(self) -> None:
-        block, canvas = self.block_length, self.max_new_tokens
-        if block and canvas and block > canvas:
-            raise ConfigError(f"block_length={block} is longer than max_new_tokens={canvas}")
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
             raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
         if self.copy_words and self.edit_threshold is not None:

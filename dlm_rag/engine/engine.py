@@ -127,7 +127,8 @@ class Decoder(NamesRemedy):
         shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
         mode = changes.get("mode") or settings.mode
         idle = find_idle_settings("decode", settings, {"decode.mode": mode} if mode else {})
-        bare = fill_unset(settings, {name: known[name].default for name in (*shape.decode_settings, *idle)})
+        unset = (*shape.decode_settings, *idle, "block_length")  # which depends on the canvas
+        bare = fill_unset(settings, {name: known[name].default for name in unset})
         found = resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
         if changes:
             check_section("decode", found, changes)
@@ -444,13 +445,15 @@ def resolve_settings(
     if block and settings.block_length and block % settings.block_length:
         raise ConfigError(f"block_length={settings.block_length} must divide the model's blocks of {block}")
     length = settings.max_new_tokens or shape.canvas_length
+    if not block and (settings.block_length or 0) > length:
+        raise ConfigError(f"block_length={settings.block_length} is longer than max_new_tokens={length}")
     defaults: dict[str, Any] = {
         "mode": mode, "max_new_tokens": length, "finished_block_context": order, "abstain": shape.abstain
     }  # fmt: skip
     if mode == "diffusion":  # others read nothing else
         # Blocks of attention may be longer than the canvas, and are written whole.
-        longest, own_length = length if block is None else 0, shape.block_length or 0
-        defaults |= {"commit_rule": rule, "block_length": own_length if own_length <= length else longest}
+        own_length = shape.block_length or 0
+        defaults |= {"commit_rule": rule, "block_length": own_length if block else min(own_length, length)}
     changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     given, settings = settings.given, replace_settings(settings, **changes)
     settings.__dict__["given"] = given  # nobody has set the others

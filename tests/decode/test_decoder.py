@@ -10,7 +10,7 @@ from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import MaskedModelRunner, gather_proposals, sample_proposals
-from dlm_rag.errors import QuestionError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import HybridRetriever, Query
 from dlm_rag.retrieval.corpus import Passage
@@ -338,3 +338,21 @@ def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise(
     }.items():
         found = resolve_settings(DecodeConfig(**dict(given)), own)
         assert (found.max_new_tokens, found.block_length) == lengths
+    with pytest.raises(ConfigError, match="block_length=5 is longer than max_new_tokens=4"):
+        resolve_settings(DecodeConfig(max_new_tokens=4, block_length=5), own)
+    in_blocks = replace(own, block_size=16, block_grid="canvas")  # which are written whole
+    assert resolve_settings(DecodeConfig(max_new_tokens=4), in_blocks).block_length == 8
+
+
+@pytest.mark.parametrize("shape", [{}, {"block_size": 16, "block_grid": "canvas"}], ids=str)
+@pytest.mark.parametrize("first", [4, 24])
+def test_lengths_that_nobody_has_set_are_found_anew_for_every_question(corpus_file, shape, first):
+    decoder = make_decoder(corpus_file)
+    own = replace(tiny_denoiser(**shape).config, canvas_length=24, block_length=8)
+    decoder.denoiser.config = own
+    decoder.config = decoder.resolve_settings(DecodeConfig(max_new_tokens=first))
+    for length in (24, 6):
+        found = decoder.resolve_settings(decoder.config, max_new_tokens=length)
+        assert found.block_length == resolve_settings(DecodeConfig(max_new_tokens=length), own).block_length
+    found = decoder.resolve_settings(decoder.config, max_new_tokens=24, block_length=4)
+    assert decoder.resolve_settings(found, max_new_tokens=8).block_length == 4
