@@ -122,7 +122,7 @@ class DecodeConfig(CheckedSettings):
     """share of a block that is committed when the next one commits at every step, however unsure"""
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
-    commit_threshold: float = setting(0.9, low=0, high=1)
+    commit_threshold: float = setting(0.9, low=0, high=1, only_with=DIFFUSION)
     """confidence from which a position is committed (tau_c); where sampled, with probability 1/2 at it"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampling rules, in logits"""
@@ -173,6 +173,8 @@ class DecodeConfig(CheckedSettings):
     def __post_init__(self) -> None:
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
             raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
+        if self.blocks_at_once > 1 and self.tokens_per_step:
+            raise ConfigError("tokens_per_step counts in one block: leave it or blocks_at_once out")
         if self.copy_words and self.edit_threshold is not None:
             raise ConfigError("copy_words is for tokens that stay: leave it or edit_threshold out")
         if self.tokens_per_step and self.steps_per_block:

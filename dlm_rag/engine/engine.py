@@ -228,8 +228,8 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
         print_note(f"{name} is the model as published; what is trained to answer from passages is {READER}")
     wanted, retrieval = sections["model"], sections["retrieval"]
     checkpoint = open_checkpoint(name, wanted.block_size)
-    device = choose_device(wanted.device)
     check_unread_settings(wanted, sections["engine"], checkpoint.config)
+    device = choose_device(wanted.device)
     layout = wanted.evidence_layout or checkpoint.config.evidence_layout
     if corpus is None and retrieval.url is None:
         if not is_world_model(name):
@@ -468,12 +468,13 @@ def resolve_settings(
     return settings
 
 
+_AT_ONCE = ("blocks_at_once", "block_add_threshold", "semi_complete_threshold")
 # Settings of a checkpoint that do not go with others: what is left out where somebody has set the first.
 _EXCLUDES = {
-    "edit_threshold": ("blocks_at_once", "block_add_threshold", "semi_complete_threshold", "copy_words"),
+    "edit_threshold": (*_AT_ONCE, "copy_words"),
     "copy_words": ("edit_threshold",),
-    "blocks_at_once": ("edit_threshold",),
-    "tokens_per_step": ("steps_per_block",),
+    "blocks_at_once": ("edit_threshold", "tokens_per_step"),
+    "tokens_per_step": ("steps_per_block", *_AT_ONCE),
     "steps_per_block": ("tokens_per_step",),
 }
 

@@ -1,11 +1,13 @@
 """Attention in blocks with retrieval inside: edits, given tokens, whole last blocks, and their traces."""
 
+from dataclasses import replace
+
 import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.engine import engine
-from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.engine import Decoder, resolve_settings
 from dlm_rag.engine.rules import select_by_threshold
 from dlm_rag.engine.step import build_row_input
 from dlm_rag.errors import ConfigError
@@ -230,8 +232,20 @@ def test_blocks_join_and_wait_as_their_thresholds_say(corpus):
         (SHIFTED, {}, "blocks_at_once=2: a finished block predicts"),
         ({}, {"commit_rule": "sampled"}, "blocks_at_once=2 has no effect with decode.commit_rule=sampled"),
         ({}, {"edit_threshold": 0.5}, "edits one block at a time"),
+        ({}, {"tokens_per_step": 1}, "tokens_per_step counts in one block"),
     ],
 )
 def test_where_blocks_are_written_one_by_one_several_are_refused(corpus, shape, settings, error):
     with pytest.raises(ConfigError, match=error):
         make_decoder(corpus, shape=shape, blocks_at_once=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "own", [{"blocks_at_once": 2, "block_add_threshold": 0.5}, {"tokens_per_step": 1}], ids=str
+)
+def test_those_of_a_checkpoint_give_way_to_a_number_of_tokens_and_it_to_them(own):
+    shape = replace(block_denoiser().config, decode_settings=own)
+    for given in ({"blocks_at_once": 3}, {"tokens_per_step": 2}):
+        found = resolve_settings(DecodeConfig(**given), shape)
+        both = found.blocks_at_once, found.tokens_per_step
+        assert both == (given.get("blocks_at_once", 1), given.get("tokens_per_step"))
