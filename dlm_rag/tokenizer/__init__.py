@@ -1,9 +1,10 @@
 """Text to ids and back, and the prompt: chat prefix, instruction, question, facts, chat suffix.
 
 The prompt is made of segments that are tokenized apart and put together again: a head (chat prefix,
-instruction, question), one segment per fact, a tail (chat suffix). Segments break after line ends,
-where the tokenizers of the public checkpoints break too, so the ids equal those of the whole text
-(`tests/tokenizer/test_tokenizer.py` holds this on real passages).
+instruction, question), one segment per fact, a tail (chat suffix). With the prompt `sardi` they break
+after line ends, where the tokenizers of the public checkpoints break too, so the ids equal those of the
+whole text (`tests/tokenizer/test_tokenizer.py` holds this on real passages). In `flashrag` and `search_r1`
+a fact meets foot or head within a line, and the tokens there may be others.
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ class PlainTextEncoder:
         added = {
             token
             for token, item in full.get_added_tokens_decoder().items()
-            if item.special or not (item.content.isspace() or len(item.content) == 1)
+            if item.special or not (item.content.replace("▁", " ").isspace() or len(item.content) == 1)
         }
         unknown = full.model.token_to_id(full.model.unk_token or "")
         self.meaning = (control | marks | added) - {unknown}

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -100,6 +100,18 @@ def test_white_space_and_characters_that_were_added_stay_text():
     backend.add_tokens([AddedToken("é"), AddedToken("  ")])
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), 260)
     assert bytes(tokenizer.encode_uncached("é  é")) == "é  é".encode()
+
+
+def test_runs_of_blanks_that_were_added_as_gemma_writes_them_keep_their_tokens():
+    pieces = ["<mask>", "<end>", "▁", "▁▁", "▁▁▁", "a", "b"]
+    vocab = {piece: n for n, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab, [("▁", "▁"), ("▁▁", "▁")]))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in pieces[3:5]])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), 0, end_ids=(1,))
+    for text in ("a b", "a  b", "a   b"):
+        assert [*tokenizer.encode_uncached(text)] == tokenizer.inner.encode(text)
+        assert len(tokenizer.encode_uncached(text)) == 3
 
 
 @pytest.mark.parametrize(
