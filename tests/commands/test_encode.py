@@ -47,9 +47,9 @@ def fill(call, store, model, corpus_file):
 @pytest.fixture
 def asked(monkeypatch, model, corpus_file):
     """The segments of passages that decoding asks for."""
-    segments, read = [], KVCache._find_elsewhere
+    segments, read = [], KVCache._find_stored
     monkeypatch.setattr(
-        KVCache, "_find_elsewhere", lambda cache, missing: segments.extend(missing) or read(cache, missing)
+        KVCache, "_find_stored", lambda cache, missing: segments.extend(missing) or read(cache, missing)
     )
     tokenizer = Tokenizer.from_pretrained(model, "independent")
     retriever = load_retriever(corpus_file, top_k=3)
