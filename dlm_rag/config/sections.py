@@ -323,8 +323,6 @@ class TrainConfig(CheckedSettings):
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))
     """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
-    context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
-    """pretrain: number of processes that share each sequence, for very long ones"""
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | WORLDS)
     """weight of the pointer loss, falling to 4/15 with the learning rate; unset: 0.3 if new, else 0"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})

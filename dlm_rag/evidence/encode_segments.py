@@ -9,22 +9,22 @@ from torch import Tensor
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import CachedContext, SharedContext, make_consecutive_ranges, pack_rows
+from dlm_rag.model.packed_batch import SharedContext, make_consecutive_ranges, pack_rows
 
 
 def encode_canvases(
     denoiser: Denoiser, states: Sequence[LaidOutRow], read: Sequence[Sequence[int]],
     add: Sequence[NDArray[Any]] = (), probe: AttentionProbe | None = None,
-    context: CachedContext | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row;
     and the arrays `add` on the device.
 
     Only these go through the last layer. Segments that several rows share are encoded once, and gradients
-    flow through; decoding has `engine.cache.KVCache`. context: of rows without segments.
+    flow through; decoding has `engine.cache.KVCache`.
     """
     segments = list(dict.fromkeys(s for row in states for s in row.context_segments))
     segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together
+    context = None
     if segments:
         at = dict(zip(segments, make_consecutive_ranges([len(s.ids) for s in segments]), strict=True))
         packed = pack_rows(segments, denoiser.device, read=[()] * len(segments))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, ExpertsConfig
-from dlm_rag.model.packed_batch import AttentionMetadata, ContextParallel, PackedRows
+from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
 
 # cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32; behind
 # them those of queries, where they differ.
@@ -215,9 +215,7 @@ class TransformerLayer(nn.Module):
             sight, read = rows.last_layer_metadata, rows.output_indices
         x, q, k, v = self.project_qkv(x, rope, read)
         if not len(x):
-            if isinstance(rows.context, ContextParallel):  # others wait for what is here
-                k, v = rows.gather_keys_values(k, v, layer)
-            elif not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 return x, k, v
             # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.
             return self.apply_attention_output(x, q + 0 * (k.sum() + v.sum())), k, v

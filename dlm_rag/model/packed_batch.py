@@ -4,8 +4,7 @@ Rows follow one another without padding. All that a call needs to know about the
 rows end, where keys go) is made on the host and goes to the device in one copy.
 
 What rows see before their own tokens: in training parts of an earlier call that gradients flow through
-(`SharedContext`), or the rest of the rows, which other processes have (`ContextParallel`); in decoding
-places of a memory that stays from step to step (`MemoryRows`).
+(`SharedContext`); in decoding places of a memory that stays from step to step (`MemoryRows`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,55 +110,7 @@ class MemoryRows:
         return keys, values
 
 
-@dataclass(frozen=True)
-class ContextParallel:
-    """Rows of which each process of a `group` (None in a plan) has a stretch; lengths: of the whole rows.
-
-    Queries stay, and keys and values of all stretches are gathered layer by layer; their gradients are
-    summed on the way back. Exact, up to the order of additions.
-    """
-
-    rank: int
-    size: int
-    group: Any
-    lengths: Sequence[int] = ()
-
-    def find_stretch(self, length: int, rank: int) -> range:
-        """The tokens of a row of that length which a process has; the first one has the most."""
-        size = -(-length // self.size)
-        return range(min(rank * size, length), min((rank + 1) * size, length))
-
-    @property
-    def context_lengths(self) -> list[int]:
-        """Tokens that each row sees besides its own."""
-        return [length - len(self.find_stretch(length, self.rank)) for length in self.lengths]
-
-    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """`order`: where the tokens of the whole rows are in what is gathered, row by row."""
-        ranks = range(self.size)
-        counts = np.array([[len(self.find_stretch(n, rank)) for n in keys] for rank in ranks])
-        starts = counts.cumsum(1) - counts + counts[0].sum() * np.array(ranks)[:, None]
-        return {"order": concatenate_ranges(starts.T.flatten(), counts.T.flatten().tolist())}
-
-    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole rows; k and v (T, Hk, D): of their stretches here."""
-        own = torch.stack((k, v), 1)
-        missing = sum(len(self.find_stretch(length, 0)) for length in self.lengths) - len(own)
-        own = torch.cat((own, own.new_zeros((missing, *own.shape[1:]))))  # all send as many
-        keys, values = self._gather(own)[at["order"]].unbind(1)
-        return keys, values
-
-    def _gather(self, own: Tensor) -> Tensor:
-        if self.group is None:
-            return own.repeat(self.size, 1, 1, 1)
-        import torch.distributed._functional_collectives as collectives
-
-        renamed = hasattr(collectives, "all_gather_single_autograd")  # in newer versions of torch
-        name = "all_gather_single_autograd" if renamed else "all_gather_tensor_autograd"
-        return getattr(collectives, name)(own, 0, self.group)
-
-
-CachedContext = SharedContext | MemoryRows | ContextParallel
+CachedContext = SharedContext | MemoryRows
 
 
 @dataclass(frozen=True)

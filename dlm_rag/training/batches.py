@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, fit_pass
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer
@@ -231,7 +230,7 @@ class MaskedBatch:
     counts: as `Task` says; `divisor`: what the losses of tokens are divided by; `pointed`: supervised
     tokens that a passage in the prompt spells out. read: supervised positions of each row, n in all.
     supervision: (n,) targets, weights, and whether a token can be copied. pointers, places: of
-    `locate_pointers`. context: where other processes have the rest of the rows.
+    `locate_pointers`.
     """
 
     states: list[LaidOutRow]
@@ -241,17 +240,13 @@ class MaskedBatch:
     places: NDArray[np.int64]
     pointer_weight: float
     counts: Sums
-    context: ContextParallel | None = None
 
 
 def make_masked_batch(
     examples: Sequence[Example], shape: DenoiserConfig, layout: str, end_ids: Collection[int] = (),
-    weights: LossWeights = LossWeights(), context: ContextParallel | None = None,
+    weights: LossWeights = LossWeights(),
 ) -> MaskedBatch:  # fmt: skip
-    """Lays out the rows of a batch; what is in `end_ids` counts as an end token.
-
-    context: processes that have the same rows, each its stretch of them; counts are divided among them.
-    """
+    """Lays out the rows of a batch; what is in `end_ids` counts as an end token."""
     states = lay_out_examples(examples, shape, layout)
     supervised, divisor = list[tuple[int, float, bool]](), 0.0
     for example in examples:
@@ -269,35 +264,13 @@ def make_masked_batch(
         "divisor": float(divisor),
         "pointed": float(sum(known for _, _, known in supervised)),
     }
-    batch = MaskedBatch(
+    return MaskedBatch(
         states,
         [example.supervised_positions for example in examples],
         [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)],
         *locate_pointers(examples, states),
         weights.pointer,
         counts,
-    )
-    return batch if context is None else take_stretches(batch, context)
-
-
-def take_stretches(batch: MaskedBatch, context: ContextParallel) -> MaskedBatch:
-    """This process's stretches of the rows of a batch, which have neither segments in front nor blocks."""
-    states, read, kept = list[LaidOutRow](), list[tuple[int, ...]](), list[bool]()
-    lengths = [len(row.canvas_segment.ids) for row in batch.states]
-    for row, length, places in zip(batch.states, lengths, batch.read, strict=True):
-        own = context.find_stretch(length, context.rank)
-        run = row.canvas_segment.slice_tokens(own.start, own.stop)
-        states.append(replace(row, canvas_segment=run, canvas_start=row.canvas_start - own.start))
-        here = [row.find_state(place) in own for place in places]
-        read.append(tuple(compress(places, here)))
-        kept += here
-    return replace(
-        batch,
-        states=states,
-        read=read,
-        supervision=[column[np.array(kept, bool)] for column in batch.supervision],
-        counts={name: value / context.size for name, value in batch.counts.items()},
-        context=replace(context, lengths=lengths),
     )
 
 
@@ -441,7 +414,7 @@ class MaskedObjective(nn.Module):
         if weight and counts["pointed"]:
             probe = AttentionProbe(max(0, denoiser.config.num_hidden_layers - 2))
         added = [*batch.supervision, batch.places]
-        hidden, found = encode_canvases(denoiser, states, batch.read, added, probe, batch.context)
+        hidden, found = encode_canvases(denoiser, states, batch.read, added, probe)
         targets, weights, copied, places = found
         # A validation, which records no gradients, is a stage of its own.
         with profile_stage("loss") if torch.is_grad_enabled() else nullcontext():

@@ -296,7 +296,7 @@ CHANGEABLE_KEYS = frozenset({
     # How the work is done: nothing but rounding changes.
     "train.gradient_accumulation_steps", "train.activation_checkpointing",
     "train.activation_checkpointing_interval",
-    "train.compile", "train.parallel", "train.context_parallel",
+    "train.compile", "train.parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
     # Where something is kept, and what training does not read.

@@ -13,7 +13,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import ContextParallel
 
 TIMEOUT = timedelta(minutes=10)  # that a process waits for another
 # What gloo, NCCL and torch's store say only of a lost process.
@@ -79,7 +78,6 @@ class DistributedContext:
     rank: int
     world_size: int
     local_rank: int
-    context: ContextParallel | None = None  # neighbours with the same items, each a stretch of every row
 
     @classmethod
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
@@ -109,15 +107,7 @@ class DistributedContext:
 
     def local_items(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        sharing = 1 if self.context is None else self.context.size
-        return range(self.rank // sharing, items, self.world_size // sharing)
-
-    def with_context_parallel(self, count: int) -> "DistributedContext":
-        """These processes, of which `count` neighbours at a time have the same items; all must call."""
-        if count == 1:
-            return self
-        group, _ = dist.new_subgroups(group_size=count, timeout=TIMEOUT)
-        return replace(self, context=ContextParallel(self.rank % count, count, group))
+        return range(self.rank, items, self.world_size)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
@@ -188,10 +178,8 @@ class DistributedContext:
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share steps of so many items."""
-    parts, sharing = train.gradient_accumulation_steps, train.context_parallel
-    if count % sharing:
-        raise ConfigError(f"context_parallel={sharing} must divide the {count} processes (plan.devices)")
-    if items < count // sharing * parts:
+    parts = train.gradient_accumulation_steps
+    if items < count * parts:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "
             "gradient_accumulation_steps, or raise passage_sets_per_step (sft), prompts_per_step (rl) or "

@@ -293,13 +293,11 @@ def make_training_shape(
             "this model predicts the first token of a block from the text before it, which only "
             "train.objective=rl trains: train another model"
         )
-    if block and train.objective == "pretrain" and train.context_parallel == 1:
+    if block and train.objective == "pretrain":
         raise ConfigError(
             "pretrain masks all of a document at once, where a model of blocks has finished those before: "
             "set model.block_size=0, or train.objective=sft"
         )
-    if block and train.context_parallel > 1:
-        raise ConfigError("context_parallel does not go with blocks: set it to 1, or model.block_size=0")
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     unset = own.evidence_layout if train.objective == "rl" else "independent"
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)

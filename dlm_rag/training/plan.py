@@ -26,7 +26,6 @@ from dlm_rag.machine import measure_free_bytes
 from dlm_rag.model import denoiser_config
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, count_encode_flops
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.training import initial_model, specs
@@ -165,14 +164,12 @@ class TrainingPlan(NamedTuple):
 
 def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
     """Plans a run without pointer supervision; `ConfigError` where so many devices cannot share a step."""
-    devices, train, sharing = config.plan.devices, config.train, config.train.context_parallel
+    devices, train = config.plan.devices, config.train
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)
-    if sharing > 1:
-        task.context = ContextParallel(0, sharing, group=None)
-    items = math.ceil(task.items * sharing / (devices * train.gradient_accumulation_steps))
+    items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
     memory = estimate_step_memory(task, dtype, items)
-    forward, parts = memory.forward, task.items * sharing / items
+    forward, parts = memory.forward, task.items / items
     flops = forward.flops_with_backward(bool(train.lora_rank))
     flops += forward.flops * task.forwards_before
     # Shards are gathered into the layer at work, the next one, and the rest.

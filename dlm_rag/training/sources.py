@@ -29,7 +29,7 @@ from dlm_rag.files.build_once import DIGESTS_FILE, build_once
 from dlm_rag.files.paths import expand_path
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.packed_batch import ContextParallel, to_host
+from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.randomness import pick_shuffled
@@ -320,17 +320,14 @@ class DocumentValidation:
             return {}
         with profile_stage("evaluate"), trainer.evaluation_mode():
             mine = processes.local_items(len(held))
-            how = DOCUMENT_LAYOUT, processes.context
-            own = sum(sum_losses(trainer.denoiser, held[n], *how) for n in mine)
+            own = sum(sum_losses(trainer.denoiser, held[n], DOCUMENT_LAYOUT) for n in mine)
         tokens = sum(len(row.target) for rows in held for row in rows)
         return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / tokens}
 
 
-def sum_losses(
-    denoiser: Denoiser, rows: Sequence[Example], layout: str, context: ContextParallel | None = None
-) -> float:
-    """The losses of the masked tokens of some rows, or stretches, in nats, by the weights of the rows."""
-    batch = batches.make_masked_batch(rows, denoiser.config, layout, context=context)
+def sum_losses(denoiser: Denoiser, rows: Sequence[Example], layout: str) -> float:
+    """The losses of the masked tokens of some rows in nats, by the weights of the rows."""
+    batch = batches.make_masked_batch(rows, denoiser.config, layout)
     return float(to_host(MaskedObjective(denoiser)(batch, batch.counts)[1]["tokens"]))
 
 

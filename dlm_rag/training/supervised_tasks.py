@@ -39,7 +39,7 @@ class MaskedTask(Task):
         origin = self.run.origin
         layout = self.layout or origin.config.evidence_layout
         return batches.make_masked_batch(
-            rows, origin.config, layout, origin.tokenizer.end_ids, self.loss_weights(step), self.context
+            rows, origin.config, layout, origin.tokenizer.end_ids, self.loss_weights(step)
         )
 
     def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[batches.Example]:

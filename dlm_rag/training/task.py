@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # `--help` lists the names without torch
     from torch import nn
 
     from dlm_rag.model.denoiser import Denoiser
-    from dlm_rag.model.packed_batch import ContextParallel
     from dlm_rag.training.batches import Sums
     from dlm_rag.training.initial_model import InitialModel
 
@@ -62,7 +61,6 @@ class Task:
     name: ClassVar[str]  # in what is said of it
     needs_denoiser: ClassVar[bool] = False  # `make_batch` calls it, every process as often as it needs
     forwards_before = 0.0  # of each row of a step, in rollouts; for the plan
-    context: ContextParallel | None = None  # processes with the same items; set before `make_batch`
 
     def __init__(self, run: Run) -> None:
         self.run, self.train = run, run.config.train

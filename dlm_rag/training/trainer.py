@@ -52,8 +52,7 @@ class Trainer:
         distributed.check_parallelism(train, task.items, processes.world_size)
         self._checkpoints = Checkpoints(task, processes)
         self.device = processes.local_device(self.config.model.device)
-        self.processes = processes.with_context_parallel(train.context_parallel)
-        task.context = self.processes.context
+        self.processes = processes
         self.dtype = machine.choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, {})
         self._build_denoiser()

@@ -48,7 +48,6 @@ PRETRAIN = [
     *FRESH, *SHAPE, "train.world_passages=100", "train.objective=pretrain",
     "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
-SHARED = [*PRETRAIN, "train.context_parallel=2"]
 BFLOAT16 = "train.dtype=bfloat16"
 ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]
 # Three questions, one after another: two for the first process, one for the second.
@@ -69,8 +68,9 @@ TRAINING_CASES = {
     "rl sharded": [*RL, "train.parallel=fsdp"],
     **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
     "pretrain": PRETRAIN,
-    "pretrain shared": SHARED,
-    "pretrain shared, sharded": [*SHARED, "train.parallel=fsdp", "train.activation_checkpointing=full"],
+    "pretrain sharded, checkpointed": [
+        *PRETRAIN, "train.parallel=fsdp", "train.activation_checkpointing=full"
+    ],
     "sft float16, overflows on one": [*SFT, "train.dtype=float16"],
 }  # fmt: skip
 

@@ -61,21 +61,6 @@ def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     assert plan.memory.optimizer == sum(x.nbytes for x in kept if x.dim()), "step counts are left out"
 
 
-def test_sharing_a_sequence_divides_its_activations():
-    """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
-    words = [*MICRO_SETTINGS, *planned_step.PRETRAIN_SETTINGS]
-    words += ["train.activation_checkpointing=full", "plan.devices=8"]
-    shape = open_initial_model(load_config(None, words)).config
-    whole, shared = (
-        plan_training(load_config(None, [*words, *more]), shape, FLOAT32)
-        for more in (["train.batch_tokens=8192"], ["train.context_parallel=8"])
-    )
-    assert whole.microbatch_items == shared.microbatch_items == 1
-    kept = 4 * 2 * shape.num_key_value_heads * shape.head_dim * 1024  # of the layer at work
-    assert shared.memory.activations < whole.memory.activations / 8 + 3 * kept
-    assert shared.flops == pytest.approx(whole.flops / 8, rel=0.03), "of one sequence instead of eight"
-
-
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr("dlm_rag.training.plan.measure_free_bytes", lambda device: 1e6)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
