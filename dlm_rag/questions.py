@@ -18,7 +18,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
 from dlm_rag.files import record_readers
 from dlm_rag.files.paths import expand_path, resolve_regular_file
-from dlm_rag.files.record_readers import FIELD_ALIASES, get_field, is_missing, write_number
+from dlm_rag.files.record_readers import FIELD_ALIASES, QUESTION_IDS, get_field, is_missing, write_number
 from dlm_rag.text import normalize_text, normalize_whitespace, replace_control_chars
 
 log = logging.getLogger(__name__)
@@ -94,14 +94,12 @@ def read_questions(path: str | Path) -> list[Question]:
 def read_question_records(path: str | Path) -> Iterator[record_readers.Record]:
     """The records of a file of questions, with whatever fields they have."""
     if str(path) == "-":
-        stream = getattr(sys.stdin, "buffer", None)
+        stream, name = getattr(sys.stdin, "buffer", None), Path("standard input")
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
         if stream.isatty():
             print_note("questions from the keyboard, one a line; Ctrl-D ends them")
-        yield from record_readers.read_record_stream(
-            stream, Path("standard input"), QuestionError, plain="question"
-        )
+        yield from record_readers.read_record_stream(stream, name, QuestionError, plain="question")
         return
     found = expand_path(path, QuestionError)
     if found.is_fifo() or found.is_char_device():  # both are read once, as they come
@@ -134,8 +132,10 @@ def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Questio
         given = [given]
     for number, each in enumerate(given, start=1):
         if isinstance(each, Mapping):
-            own = get_field(each, "id")[1]
-            row = {**each, "id": f"q{number}" if own is None else own}
+            row = record_readers.flatten_layout(dict(each))
+            others = [value for key, value in row.items() if str(key).lower() in QUESTION_IDS]
+            names = (get_field(row, "id")[1], *others, f"q{number}")
+            row["id"] = next(name for name in names if not is_missing(name))
             each = _parse_question(row, f"question {number}")
         if not isinstance(each, str | Question):
             raise QuestionError(
@@ -210,7 +210,8 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 
 def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
-    given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
+    columns, said = (row.get("choices"), row.get("options")), get_field(row, "golden_answers")[1]
+    given = next((each for each in columns if not is_missing(each)), None)
     if isinstance(given, str) and re.match(r"\s*[\[{]\s*['\"]", given):
         raise QuestionError(f'{place}: the choices are not JSON, as ["a", "b"] is')
     letters = {key: text for key, text in row.items() if len(str(key)) == 1 and not is_missing(text)}

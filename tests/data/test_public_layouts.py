@@ -9,7 +9,7 @@ import pytest
 
 from dlm_rag.errors import CorpusError, QuestionError
 from dlm_rag.evaluation.metrics import compute_support_recall
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import Question, as_questions, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import Query, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
@@ -155,6 +155,7 @@ CASES = {
         {"choices": CHOICES, "answer": 1}, {"options": CHOICES, "answer": "B"},
         {"choices": CHOICES, "answer": "1"}, {"answer": "It is by Tulm.\n#### Tulm"},
         {"options": dict(zip("ABC", CHOICES, strict=True)), "answer": "B"},
+        {"choices": None, "options": CHOICES, "answer": "B"},
         {"metadata": {"choices": json.dumps(CHOICES)}, "answer": 1},
         {"choices": {"text": CHOICES, "label": ["2", "1", "3"]}, "answerKey": "1"},
         {**dict(zip("ABC", CHOICES, strict=True)), "Answer": "B"},  # MMMLU
@@ -244,6 +245,20 @@ def test_a_public_layout_is_read_as_it_is(tmp_path, case):
     name, content, expected = CASES[case]
     (tmp_path / name).write_bytes(content)
     assert read_questions(tmp_path / name) == expected
+
+
+def test_a_dict_is_read_as_a_row_of_a_file(tmp_path):
+    facts = [{"answer": "Tulm", "provenance": [{"title": "Parn (novel)"}]}, {"answer": "A. Tulm"}]
+    rows = [
+        flashrag_form(HOTPOT), flashrag(3, "Where?", ["Orra"], question_decomposition=STEPS),
+        {"id": "k", "input": "Who wrote Parn?", "output": facts},  # KILT
+        {"qid": "b86", "question": "Is Emma a novel?", "answer": True},  # StrategyQA
+        {"id": "c", "question": "Who?", "choices": json.dumps(CHOICES), "answer": 1},
+    ]  # fmt: skip
+    for row in rows:
+        (tmp_path / "q.jsonl").write_bytes(as_lines([row]))
+        assert as_questions(dict(row)) == read_questions(tmp_path / "q.jsonl")
+    assert as_questions({"qid": None, "question": "Who?"})[0].id == "q1"
 
 
 @pytest.mark.parametrize(
