@@ -118,6 +118,11 @@ def main(argv: list[str]) -> None:
     limit, rounds, before = config.limit or 40, words.options["rounds"], words.options["before"]
     config = replace(config, out=None, trace=None, limit=None)
     everything = gather_questions(config, [])
+    if before and (need := limit * rounds + before) > len(everything):
+        raise ConfigError(
+            f"--before {before} and {rounds} rounds of --limit {limit} take {need} questions, and there "
+            f"are {len(everything)}: lower one of the three"
+        )
     asked = select_evenly(everything, limit * rounds if before else limit)
     # With pools that stay full, a question asked twice would find its own evidence.
     turns = [asked[n::rounds] if before else asked for n in range(rounds)]

@@ -73,11 +73,10 @@ def measure_recall(argv: list[str]) -> None:
         if kind not in METHODS:
             known = ", ".join(METHODS)
             raise ConfigError(f"--kinds: '{kind}' is none of {known}{suggest_nearest(kind, METHODS)}")
-    records = [row for _, row in read_question_records(config.questions)]
-    pairs = zip(read_questions(config.questions), records, strict=True)
+    records = dict(read_question_records(config.questions))  # also of questions that have no answer
     asked = [
-        (question, row)
-        for question, row in pairs
+        (question, records[question.place])
+        for question in read_questions(config.questions)
         if hops in (0, question.hops) and (question.supporting_ids or question.supporting_titles)
     ]
     if not asked:

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from dlm_rag.cli import run_program
+from dlm_rag.errors import ConfigError
+from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 
 
@@ -33,6 +35,25 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
 @pytest.mark.slow
 def test_search_by_url_gives_the_answers_of_a_local_search():
     assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
+
+
+def test_recall_leaves_out_questions_without_an_answer(tmp_path, monkeypatch, capsys, corpus_file):
+    monkeypatch.syspath_prepend(str(ROOT / "profiling"))
+    chains = {"who": {"answerable": False, "chain": ["Dune."]}, "Who wrote Emma?": {"chain": ["Austen."]}}
+    rows = [{"id": text, "question": text, "supporting_ids": ["emma"], **more}
+            for text, more in chains.items()]  # fmt: skip
+    asked = str(write_jsonl_file(tmp_path / "q.jsonl", rows))
+    words = ["--questions", asked, "--corpus", str(corpus_file), "--kinds", "bm25"]
+    importlib.import_module("bench_retrieval").measure_recall(words)
+    shown = capsys.readouterr().out
+    assert "1 questions" in shown and "with chain, one long query" in shown
+
+
+def test_more_other_questions_than_a_file_has_are_refused(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "profiling"))
+    words = ["--out", str(tmp_path / "out"), "--limit", "80", "--before", "100"]
+    with pytest.raises(ConfigError, match="take 500 questions, and there are 400"):
+        importlib.import_module("bench_decode").main(words)
 
 
 def test_every_program_has_help_and_answers_bad_words_in_a_sentence(monkeypatch, capsys):
