@@ -245,7 +245,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         from ray.exceptions import ActorDiedError, ActorUnavailableError
         from ray.util import ActorPool
 
-        waiting = {question.id: question for question in questions}
+        waiting, busy = {each.id: each for each in questions}, min(len(self._workers), len(questions))
         pool = ActorPool(self._workers * min(slots, -(-len(questions) // len(self._workers))))
         for question in questions:
             pool.submit(lambda worker, asked: worker.answer.remote(asked), question)
@@ -259,6 +259,8 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
                     continue
             self._stats[process] = stats
             del waiting[rollout.id]
+            for step in rollout.steps:  # all workers count the same second
+                step.seconds = {name: spent / busy for name, spent in step.seconds.items()}
             yield rollout
         return [*waiting.values()]
 

@@ -5,7 +5,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 
@@ -71,7 +71,10 @@ class FakeEvent:
 def make_finished_rollout(question: Question, error: str = "") -> Rollout:
     """What is answered to a question."""
     said = "" if error else f"### {question.id}"
-    return Rollout(question.id, question.question, "joint", 8, response=said, finished=True, error=error)
+    steps = [RolloutStep(0, None, (), retrieved=False, seconds={"denoise": 1.0})]
+    return Rollout(
+        question.id, question.question, "joint", 8, steps, response=said, finished=True, error=error
+    )
 
 
 @dataclass(frozen=True)

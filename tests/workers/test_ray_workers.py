@@ -103,6 +103,7 @@ def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, ca
         found = {r.id: r for r in crew.stream(asked(30, q7="kill"), make_finished_rollout)}
         assert len(found) == 30 and "answered" in crew.describe() and "2 workers" in crew.describe()
         failed = {name: rollout.error for name, rollout in found.items() if rollout.error}
+        assert {r.seconds["denoise"] for r in found.values() if not r.error} == {1 / 2}, "two work at once"
         assert set(failed) == {"q7"} and "a worker died (" in caplog.text
         assert failed["q7"].startswith("workers died with this question alone: ")
         with pytest.raises(CorpusError, match="^the corpus has changed$"):
