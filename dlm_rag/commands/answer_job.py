@@ -238,7 +238,9 @@ def plan_answer_job(
     check_output_files(config)
     from dlm_rag.decode.trace_file import AnswersFile
 
-    file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
+    supports = {each.id: [*(each.supporting_ids or each.supporting_titles)] for each in questions}
+    supports = supports if config.retrieval.oracle else {}
+    file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None, supports)
     file.remaining(questions)
     prepared = prepare(config, questions, ResourceCache() if once is None else once)
     file.check_same_settings(prepared.answers_depend_on())

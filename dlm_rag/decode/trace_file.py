@@ -85,6 +85,7 @@ class AnswerLine:
     question: str
     response: str
     error: str = ""
+    supports: list[str] | None = None  # of oracle evidence: once others count, the question is asked again
 
     @property
     def answer_hash(self) -> int:
@@ -227,8 +228,11 @@ class AnswersFile:
     `ConfigError` or `TraceError` for files of other programs, or answers and traces of different runs.
     """
 
-    def __init__(self, out: Path, trace: Path | None = None) -> None:
+    def __init__(
+        self, out: Path, trace: Path | None = None, supports: Mapping[str, list[str]] | None = None
+    ) -> None:
         self._out, self._trace, self._file = out, trace, journal.Journal(out)
+        self._supports = supports or {}
         self._writer: TraceWriter | None = None
         self._opened = ExitStack()
         self._stamp_path = out.with_name(f"{out.name}.run.json")
@@ -244,7 +248,8 @@ class AnswersFile:
             none = f"{place} is no line of this program's: choose another file"
             line = validate_json_value(AnswerLine, record, none, ConfigError)
             answers[line.id] = line.answer_hash
-            if line.error:
+            known = self._supports.get(line.id, line.supports)
+            if line.error or line.supports not in (None, known):
                 self._failed.add(line.id)
             else:
                 self._answered[line.id] = line.question
@@ -384,7 +389,8 @@ class AnswersFile:
                 self._write_stamp(self._stamp)
             if self._writer is not None:
                 self._writer.write(rollout)
-            self._file.append(rollout.to_dict())
+            known = self._supports.get(rollout.id)
+            self._file.append(rollout.to_dict() | ({"supports": known} if known else {}))
 
     def close(self) -> None:
         self._opened.close()

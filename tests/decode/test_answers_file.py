@@ -136,6 +136,21 @@ def test_what_failed_is_asked_again_and_what_was_answered_stays_byte_for_byte(fi
     assert [rollout.error for rollout in read_trace(files[1])] == ["", "", ""]
 
 
+def test_what_has_other_supports_now_is_asked_again_and_more_questions_change_nothing(files):
+    first, *others = ASKED
+    for supports, left in (
+        ({"q0": ["a"]}, ["q0", "q1", "q2"]), ({"q0": ["a"], "q1": []}, ["q1", "q2"]), ({}, ["q1", "q2"]),
+        ({"q0": ["b"]}, ["q0", "q1", "q2"]), ({"q0": ["b"]}, ["q1", "q2"]),
+    ):  # fmt: skip
+        file = AnswersFile(*files, supports)
+        file.open_run(make_stamp(), HEADER)
+        assert [question.id for question in file.remaining([first, *others])] == left
+        if "q0" in left:
+            file.append(answer("q0"))
+        file.close()
+        assert ids(files) == [["q0"]] * 2
+
+
 def test_a_kill_while_lines_are_taken_out_leaves_a_whole_file(files, monkeypatch):
     """The new file takes the old one's place at once, the trace first."""
     run(files, [answer("q0"), failed("q1"), answer("q2")])
