@@ -4,7 +4,7 @@
 takes a `run.BaselineRun` as those of the table do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,10 @@ def is_model_url(path: str | None) -> bool:
     return (path or "").startswith(("openai://", "openais://"))
 
 
-def is_read_when_served(key: str) -> bool:
-    """Whether a setting, by its dotted key, has an effect on a model behind a server."""
+def is_read_when_served(key: str, policies: Iterable[str] = ("static",)) -> bool:
+    """Whether a setting, by its dotted key, has an effect on a model behind a server under a policy."""
+    if key in ("prompt", "decode.max_new_tokens"):
+        return not all(name in POLICIES and POLICIES[name].own_prompt for name in policies)
     read = {"model.path", *(f"decode.{name}" for name in READ_DECODE_SETTINGS)}
-    return key in read or not key.startswith(("model.", "decode.", "engine."))
+    unread = ("model.", "decode.", "engine.", "workers", "record_provisional")
+    return key in read or not key.startswith(unread)

@@ -24,7 +24,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from itertools import product
 from pathlib import Path
@@ -113,19 +113,20 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
         if named and is_model_url(named[0]):
             named = ["--model", *named]
         served = any(is_model_url(word.removeprefix("model.path=")) for word in named)
-        own = [word for word in common if "=" not in word or is_for_kind(word, served)]
         policies = [p for p in benchmark.policies if all(is_for_kind(w, served) for w in p.split("+"))]
+        own = [word for word in common if "=" not in word or is_for_kind(word, served, policies)]
         if not policies:
             raise ConfigError(f"no policy of the benchmark is for the model '{model}'")
         last = [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]
         yield Cell(folder, (*named, *datasets[dataset], *own, *last), model, dataset, seed)
 
 
-def is_for_kind(word: str, served: bool) -> bool:
+def is_for_kind(word: str, served: bool, policies: Sequence[str] = ("static",)) -> bool:
     """Whether a policy's name or KEY=VALUE is for models behind a server, or for others; or for neither."""
     key, equals, _ = complete_key(word).partition("=")
     if equals:
-        return is_read_when_served(key) if served else not key.startswith("remote.")
+        named = [each.partition("+")[0] for each in policies]
+        return is_read_when_served(key, named) if served else not key.startswith("remote.")
     own, other = (SERVED_PRESETS, SETTING_PRESETS) if served else (SETTING_PRESETS, SERVED_PRESETS)
     return word in own or word not in other
 

@@ -45,7 +45,7 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.config import Config, load_config
-from dlm_rag.config.fields import check_effects
+from dlm_rag.config.fields import check_effects, flatten_settings
 from dlm_rag.data.hub_datasets import DATA_FOLDER, SPLIT_RULES, find_dataset, list_dataset_files
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy import summarise_energy
@@ -81,8 +81,7 @@ class EvaluationPlan(NamedTuple):
     """What is to be run, as it was given: before what ships takes the place of what is not named."""
 
     config: Config
-    settings: dict[str, Config]
-    is_single_setting: bool  # one setting, whose answers are in the folder itself
+    settings: dict[str, Config]  # one alone has no name, and its answers are in the folder itself
     report_header: dict[str, Any]  # what scores.json begins with
 
 
@@ -104,7 +103,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
     config = fill_in_shipped_files(wanted.config, [])
     questions = gather_questions(config, [], scored=True)
-    asked, is_single = wanted.settings.values(), wanted.is_single_setting
+    asked, is_single = wanted.settings.values(), "" in wanted.settings
     if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
         check_oracle_support(questions)
     f1_rule, groups = choose_f1_rule(str(config.questions)), compare.group_questions(questions)
@@ -146,6 +145,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
 def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     """The settings that the command line names, for its data set if any. Raises `ConfigError`."""
     said: dict[str, Any] = {}
+    given = [word.partition("=")[0] for word in words.settings[words.reader_is_default :]]
     if dataset := words.options["dataset"]:
         if words.config.questions:
             raise ConfigError("--dataset names questions: leave --questions out")
@@ -159,16 +159,12 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
         words = words.with_settings([*words.settings, *more])
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
         raise ConfigError("--split has no effect without --dataset and --corpus: leave it out")
-    named = words.settings[words.reader_is_default :]
-    config, given = words.config, [word.partition("=")[0] for word in named]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
     if swept := compare.parse_sweep(words.options["sweep"]):
         said["swept"] = swept
-    if both := sorted({*swept} & {*given}):
-        raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
-    served = is_model_url(config.model.path)
-    compared = compare.parse_compared_settings(config.compare, served) if config.compare else {"": []}
+    named, served = words.config.compare, is_model_url(words.config.model.path)
+    compared = compare.parse_compared_settings(named, served) if named else {"": []}
     settings, variants = {}, []
     for name, more in compare.expand_sweep(compared, swept).items():
         try:
@@ -176,14 +172,17 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
         variants.append((settings[name], [*given, *(word.partition("=")[0] for word in more)]))
+    own, *others = map(flatten_settings, [load_config(words.file, words.settings), *settings.values()])
+    if both := [key for key in given if key in swept or all(each[key] != own[key] for each in others)]:
+        raise ConfigError(f"{both[0]} is set to one value, and by every setting too: leave one out")
     check_effects(variants)
     if all(is_model_url(each.model.path) for each in settings.values()):
+        policies = dict.fromkeys(each.remote.policy for each in settings.values())
         given = [key for _, keys in variants for key in keys]
-        if idle := [key for key in given if not is_read_when_served(key)]:
-            raise ConfigError(f"{idle[0]} has no effect on a model behind a server: leave it out")
-    if is_single := config.compare is None and not swept:
-        settings = {"": config}
-    return EvaluationPlan(config, settings, is_single, said)
+        if idle := [key for key in given if not is_read_when_served(key, policies)]:
+            where = f"a model behind a server ({', '.join(policies)})"
+            raise ConfigError(f"{idle[0]} has no effect on {where}: leave it out")
+    return EvaluationPlan(words.config, settings, said)
 
 
 def plan_answer_jobs(

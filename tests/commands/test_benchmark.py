@@ -151,7 +151,8 @@ def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
         models={"ours": "--model folder", "theirs": url, "own": f"--model {url} remote.concurrency=4"},
         datasets={"d": "--dataset $SET --split search_r1"},
         policies=["interleaved", "static", "ircot+retrieval.top_k=3", "commit_threshold=0.8"],
-        settings="limit=5 decode.batch_size=16 remote.concurrency=9 --split search_r1",
+        settings="limit=5 workers=auto decode.batch_size=16 remote.concurrency=9 --split search_r1 "
+        "prompt=sardi",
     )
     cells = [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
     assert [cell.model for cell in cells] == ["ours", "theirs", "own"]
@@ -161,6 +162,8 @@ def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
     assert theirs[2:4] == ["--dataset", "hotpotqa"], "a variable of the environment"
     assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"
     assert "decode.batch_size=16" not in theirs and "remote.concurrency=9" in theirs
+    assert "workers=auto" in ours and "workers=auto" not in theirs and "prompt=sardi" in theirs
+    assert not benchmark.is_for_kind("prompt=sardi", True, ["ircot+retrieval.top_k=3", "search_r1"])
     assert all(words.count("search_r1") == 2 for words in (ours, theirs, own)), "a word that is no policy"
     assert "remote.concurrency=4" in own
     only_ours = write_benchmark(tmp_path, models={"m": url}, datasets={"d": ""}, policies=["interleaved"])

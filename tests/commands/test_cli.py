@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,7 +124,7 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
 
 
 def read_evaluation(*words):
-    reads = ("model", "decode", "out", "retrieval", "compare")
+    reads = evaluate.EVALUATE_READS
     return parse_command_line("", words, reads, options=evaluate.EVALUATE_OPTIONS)
 
 
@@ -136,6 +137,30 @@ def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
     read = read_evaluation("--corpus", str(corpus_file), "--sweep", "model.path=one,two")
     swept = evaluate.plan_from_command_line(read).settings.values()
     assert [each.model.path for each in swept] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--compare committed decode.query_threshold=0.5", "decode.query_threshold is set to one value"),
+        ("--compare interleaved decode.query_policy=committed", "decode.query_policy is set to one value"),
+        ("--compare none retrieval.method=dense", "retrieval.method is set to one value, and by every"),
+        ("--compare oracle decode.query_policy=proxy", "decode.query_policy is set to one value"),
+        ("--sweep decode.seed=1,2 decode.seed=1", "decode.seed is set to one value"),
+        ("--compare none,static retrieval.top_k=3 decode.query_policy=question", ""),
+        ("--corpus wiki18 --compare static", ""),  # the name of a file
+        ("--model openai://h/v1/m workers=2", r"workers has no .* behind a server \(static\)"),
+        ("--model openai://h/v1/m record_provisional=true", "record_provisional has no effect on"),
+        ("--model openai://h/v1/m --compare ircot,search_r1 prompt=sardi", r"prompt .*\(ircot, search_r1"),
+        ("--model openai://h/v1/m --compare ircot decode.max_new_tokens=9", "decode.max_new_tokens has no"),
+        ("--model openai://h/v1/m --compare ircot,oracle prompt=sardi decode.max_new_tokens=9", ""),
+    ],
+)
+def test_settings_that_change_nothing_are_refused(words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dlm_rag.data.hub_datasets.find_dataset", lambda *_: tmp_path / "wiki18.jsonl")
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        evaluate.plan_from_command_line(read_evaluation(*words.split()))
 
 
 def test_control_c_on_the_screen_says_how_to_go_on_and_leaves_the_page_so_far(call, tmp_path, monkeypatch):
@@ -367,6 +392,11 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     assert evidence[:2] == ["dune", "emma"], "support first, then what the question finds"
     code, _, err = call(*words, program=evaluate)
     assert code == 0 and err.count("1 of 1 questions are answered already") == 3
+    write_scored(tmp_path, supporting_ids=["emma"])  # which is now said otherwise
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and err.count("1 of 1 questions are answered already") == 2
+    (line,) = (runs / "oracle" / "answers.jsonl").read_text().splitlines()
+    assert json.loads(line)["supports"] == ["emma"] == json.loads(line)["evidence"][:1]
 
 
 def test_evaluate_says_which_support_is_missing(call, tmp_path):
