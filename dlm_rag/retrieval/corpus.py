@@ -36,9 +36,9 @@ MAX_PARSED_PASSAGES = 4096  # that are kept in memory
 # one is a document, and cut into passages. Cut from 2,000 on, 2WikiMultihopQA loses 2 points of recall.
 MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
-_PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
+_PART_NUMBER = re.compile(r"#[1-9][0-9]{0,5}\Z")  # of a part of a row, or of a file
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
-CONVERTED_CORPUS_VERSION = 12  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 13  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ Located = tuple[str, int, Passage]  # a passage behind its place in words, and t
 
 
 def get_row_id(passage_id: str) -> str:
-    """The id of the row that a passage was cut from: `a` of `a#2` and so on; any other id as it is."""
+    """The id of the row or file that a passage was cut from: `a` of `a#2`; any other id as it is."""
     return _PART_NUMBER.sub("", passage_id)
 
 

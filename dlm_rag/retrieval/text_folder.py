@@ -30,7 +30,7 @@ _PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}", re.DOTALL)
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
     r"^ {0,3}(?P<level>#{1,6})[ \t]+(?P<title>[^\n]+)$"
-    r"|^ {0,3}(?P<fence>`{3,}|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
+    r"|^ {0,3}(?P<fence>`{3,}+(?![^\n]*`)|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
     r"|^<(?P<tag>h[1-6])\b[^<>\n]{0,200}>(?P<tagged>[^\n]{1,300}?)</(?P=tag)>[ \t]*$"
     r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?P<line>=+|-{2,})[ \t]*$",
     re.MULTILINE | re.DOTALL,
@@ -58,14 +58,17 @@ _FRONT_TITLE = re.compile(
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
 _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "title")
-_HTML_BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre")
+_HTML_BLOCKS = "p div section article main header aside address form ul ol table blockquote pre".split()
+_HTML_BLOCKS += "figure figcaption details summary option textarea".split()
 _HTML_ENDS = dict.fromkeys(_HTML_BLOCKS, "\n\n") | dict.fromkeys(("li", "tr", "br", "dt", "dd"), "\n")
 _HTML_ENDS |= {"td": " ", "th": " "}
-_TEX_HEADING = re.compile(
-    r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
+# Around what a reader of a Word file sees, where python-docx does not look: insertions, controls, fields.
+_WORD_WRAPPERS = [f"{{*}}{n}" for n in "ins moveTo sdt sdtContent customXml smartTag fldSimple".split()]
+_TEX_HEADING = re.compile(  # or what hides one: the first group is empty
+    r"\\begin\{verbatim\}(?s:.*?)(?:\\end\{verbatim\}|\Z)|(?<!\\)(?:\\\\)*+%[^\n]*"
+    r"|\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
     r"\{((?:[^{}\n]|\{[^{}\n]{0,100}\}){1,300})\}"
 )
-
 _TEX_LEVELS = ("title", "chapter", "section", "subsection", "subsubsection", "paragraph")
 
 
@@ -202,6 +205,8 @@ def read_document(path: Path) -> str:
             if "\0" in text:  # UTF-16 without its mark, or no text at all
                 raise CorpusError(f"{path}: it holds NUL characters: save the file as UTF-8")
             return re.sub("\r\n?", "\n", text)
+        for package in ("pypdf", "bs4.dammit", "pylatexenc"):  # else they log a line for each oddity
+            logging.getLogger(package).setLevel(logging.ERROR)
         text = _READERS[suffix][1](path)
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
@@ -210,7 +215,6 @@ def read_document(path: Path) -> str:
 def _read_pdf(path: Path) -> str:
     from pypdf import PdfReader
 
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # else a line for each oddity of a file
     return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
 
 
@@ -218,67 +222,82 @@ def _read_html(path: Path) -> str:
     from bs4 import BeautifulSoup, Tag
     from bs4.element import PreformattedString
 
-    logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
     data = path.read_bytes()
     # UTF-8 is tried before what the page says and before a guess, unless it looks like UTF-16 or ISO-2022.
     encoding = None if b"\0" in data or b"\x1b" in data else "utf-8"
     page: Any = BeautifulSoup(data, "html.parser", from_encoding=encoding)
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
+    heading, begin = None, 0
     while opened:  # changes of the tree would take the square of its size
         tag, children = opened[-1]
         node = next(children, None)
         if node is None:
             found.append(_HTML_ENDS.get(tag.name, ""))
             opened.pop()
+            if heading and tag is heading:
+                heading, said = None, "".join(found[begin:]).split()
+                found[begin:] = [f"\n\n{'#' * int(tag.name[1])} {' '.join(said)}\n\n" * bool(said)]
         elif not isinstance(node, Tag | PreformattedString):  # the latter: a comment, say
             found.append(re.sub(r"\s+", " ", node))
-        elif (level := re.fullmatch("h([1-6])", node.name or "")) and (said := node.get_text().split()):
-            found.append(f"\n\n{'#' * int(level[1])} {' '.join(said)}\n\n")
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
             # What is before it may have no end of its own; of a break the end is enough.
             starts = _HTML_ENDS.get(node.name, "") if node.name != "br" else ""
             if not "".join(found[-2:]).rstrip(" ").endswith(starts):
                 found.append(starts)
             opened.append((node, iter(node.children)))
+            if heading is None and re.fullmatch("h[1-6]", node.name):
+                heading, begin = node, len(found)
     return "".join(found)
 
 
 def _read_docx(path: Path) -> str:
     from docx import Document
+    from lxml.etree import strip_tags
 
     if sum(part.file_size for part in ZipFile(path).infolist()) > MAX_DOCUMENT_BYTES:
         raise CorpusError(f"{path}: it unpacks to more than {MAX_DOCUMENT_BYTES >> 20} MiB: leave it out")
-    found = []
-    for item in Document(str(path)).iter_inner_content():
-        if hasattr(item, "rows"):  # a table
-            found += [" | ".join(cell.text for cell in row.cells) for row in item.rows]
+    document: Any = Document(str(path))
+    strip_tags(document.element, *_WORD_WRAPPERS)
+    return "\n".join(_list_word_texts(document))
+
+
+def _list_word_texts(part: Any) -> Iterator[str]:
+    for item in part.iter_inner_content():
+        if hasattr(item, "rows"):
+            for row in item.rows:  # which has a merged cell once for each column
+                cells = {cell._tc: cell for cell in row.cells}.values()
+                yield " | ".join("\n".join(_list_word_texts(cell)).strip() for cell in cells)
         else:
             style = (item.style and item.style.name) or ""
             level = int(style[-1]) if re.fullmatch("Heading [1-6]", style) else style.startswith("Title")
-            found.append(f"\n{'#' * level} {item.text}\n")
-    return "\n".join(found)
+            yield f"\n{'#' * level} {' '.join(item.text.split()) if level else item.text}\n"
 
 
 def _read_tex(path: Path) -> str:
-    from pylatexenc.latex2text import LatexNodes2Text
+    from pylatexenc import latex2text as tex
+
+    def keep(node: Any) -> str:  # which pylatexenc leaves out; several lines as Markdown has code
+        text = getattr(node.nodeargd, "verbatim_text", "") or node.latex_verbatim()
+        return f"\n````\n{text.strip()}\n````\n" if "\n" in text else text
 
     data = path.read_bytes()
     try:
         source = data.decode()
     except UnicodeDecodeError:
         source = data.decode("latin-1")  # of older sources
-    title = _TEX_HEADING.search(source)
-    body = source.partition(r"\begin{document}")[2] or source
+    title = next((found for found in _TEX_HEADING.finditer(source) if found[1]), None)
+    body = (source.partition(r"\begin{document}")[2] or source).replace(r"\maketitle", "")
     if title and title[1] == "title":
         body = f"{title[0]}\n{body}"
     # Marked before the macros go: a heading of LaTeX is a line of its own, which is all that is left of it.
     marked = _TEX_HEADING.sub(
-        lambda found: f"\n\nHEADING{_TEX_LEVELS.index(found[1]) + 1} {found[2]}\n\n",
-        body.replace(r"\maketitle", ""),
+        lambda m: f"\n\nHEADING{_TEX_LEVELS.index(m[1]) + 1} {m[2]}\n\n" if m[1] else m[0], body
     )
-    logging.getLogger("pylatexenc").setLevel(logging.ERROR)
-    plain = LatexNodes2Text(math_mode="verbatim").latex_to_text(marked)
+    context = tex.get_default_latex_context_db()
+    kept = [tex.MacroTextSpec("verb", keep)], [tex.EnvironmentTextSpec("verbatim", keep)]
+    context.add_context_category("kept", *kept, prepend=True)
+    plain = tex.LatexNodes2Text(context, math_mode="verbatim").latex_to_text(marked)
     return re.sub(r"(?m)^ *HEADING(\d) ", lambda found: "#" * int(found[1]) + " ", plain)
 
 

@@ -69,6 +69,62 @@ def test_documents_are_read_with_their_headings(tmp_path):
     assert "d.docx (File is not a zip" in said
 
 
+INSERTED = """<w:p><w:r><w:t xml:space="preserve">The rent is </w:t></w:r><w:ins w:id="1" w:author="a"><w:r>
+<w:t xml:space="preserve">900 euros </w:t></w:r></w:ins><w:del w:id="2" w:author="a"><w:r>
+<w:delText>free </w:delText></w:r></w:del><w:sdt><w:sdtContent><w:r><w:t>a month.</w:t></w:r></w:sdtContent>
+</w:sdt></w:p>"""
+CONTROL = "<w:sdt><w:sdtContent><w:p><w:r><w:t>Heating is extra.</w:t></w:r></w:p></w:sdtContent></w:sdt>"
+
+
+def test_all_that_a_word_file_shows_is_read_once(tmp_path):
+    docx = pytest.importorskip("docx")
+    word = docx.Document()
+    word.add_heading("Rent\nand more", 1)
+    for text in (INSERTED, CONTROL):
+        body = docx.oxml.parse_xml(f"<w:body {docx.oxml.ns.nsdecls('w')}>{text}</w:body>")
+        word.element.body[-1].addprevious(body[0])
+    table = word.add_table(2, 2)
+    table.cell(0, 0).merge(table.cell(0, 1)).text = "Flats"
+    table.cell(1, 0).text = "Size"
+    inner = table.cell(1, 1).add_table(1, 2)
+    inner.cell(0, 0).text, inner.cell(0, 1).text = "30", "m²"
+    word.save(str(tmp_path / "a.docx"))
+    text = "The rent is 900 euros a month.\n\nHeating is extra.\n\nFlats\nSize | 30 | m²"
+    assert read(tmp_path) == [("Rent and more", text)]
+
+
+@pytest.mark.parametrize(
+    ("page", "passages"),
+    [
+        ("<h1>Annual<br>Report</h1>a", [("Annual Report", "a")]),
+        ("<h2><span>Part</span><div>One</div>of<sub>2</sub></h2>a<h3></h3>", [("Part One of2", "a")]),
+        ("<option>a<option>b</option>c", [("a", "a\n\nb\n\nc")]),
+        ("<details><summary>a</summary>b</details>c", [("a", "a\n\nb\n\nc")]),
+    ],
+)
+def test_words_of_a_page_are_apart(page, passages, tmp_path):
+    pytest.importorskip("bs4")
+    (tmp_path / "a.html").write_text(page)
+    assert read(tmp_path) == passages
+
+
+def test_comments_of_latex_are_no_headings_and_verbatim_is_kept(tmp_path):
+    pytest.importorskip("pylatexenc")
+    (tmp_path / "a.tex").write_text(r"""% \title{Old}
+\title{New}\begin{document}
+\section{Emma}
+Sold: 50\% \\% all
+% \section{Dropped}
+of \verb|100%| now.
+\begin{verbatim}
+# 10 % \section{None}
+\end{verbatim}
+\section{Dune} By Herbert.
+\end{document}""")
+    emma = "Sold: 50%\n\nof 100% now.\n\n````\n# 10 % \\section{None}\n````"
+    assert read(tmp_path) == [("New: Emma", emma), ("New: Dune", "By Herbert.")]
+
+
 def test_a_page_in_utf_8_is_read_whether_it_says_so_or_not(tmp_path):
     pytest.importorskip("bs4")
     (tmp_path / "a.html").write_bytes(

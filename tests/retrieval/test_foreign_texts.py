@@ -173,6 +173,8 @@ def test_what_only_looks_like_front_matter_or_a_heading_is_text(tmp_path):
     (notes / "a.md").write_text("---\nA rule.\n---\nMore.\n\n````\n```\n# no\n````\n")
     (only,) = open_corpus(notes, tmp_path)
     assert only.title == "a" and all(word in only.contents for word in ("A rule.", "More.", "# no"))
+    (notes / "a.md").write_text("# A\n```npm install```\n## B\nMore.")
+    assert [p.title for p in open_corpus(notes, tmp_path)] == ["A", "A: B"]
     (notes / "a.md").write_text("---\n\nNote: a rule.\n\nMore.\n\n---\n\nEnd.\n")
     assert (
         " ".join(p.contents for p in open_corpus(notes, tmp_path)).split()
@@ -215,8 +217,9 @@ def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
 
 def test_any_passage_of_a_row_counts_as_the_row(tmp_path):
     ids = ["a", "a#2", "a#41", "a#1", "a#0", "a#b", "a#2#3", "#2", "a#2\n"]
-    assert [get_row_id(name) for name in ids] == ["a", "a", "a", "a#1", "a#0", "a#b", "a#2", "", "a#2\n"]
+    assert [get_row_id(name) for name in ids] == ["a", "a", "a", "a", "a#0", "a#b", "a#2", "", "a#2\n"]
     assert compute_evidence_recall(["b#3", "c#2"], ["b", "c", "d"]) == pytest.approx(2 / 3)
+    assert compute_evidence_recall(["emma.md#1"], ["emma.md"]) == 1.0, "of a folder"
     assert compute_evidence_recall(["b#3", "c"], ["b#2", "c#2"]) == 0.0, "a gold passage is that one alone"
     rows = [{"id": "a", "contents": "A film."}, {"id": "b", "contents": LONG}]
     inner = load_retriever(write_jsonl_file(tmp_path / "c.jsonl", rows), index_dir=tmp_path, top_k=4)
