@@ -48,8 +48,8 @@ def load_retriever(
     if model is not None:
         config = fields.fill_unset(config, read_retrieval_settings(model))
     if config.url is not None:
-        is_milvus = config.url.startswith("milvus:")
-        return fields.import_object(MILVUS_SEARCH if is_milvus else HTTP_SEARCH, "retrieval.url")(config)
+        place = "milvus:open_milvus_retriever" if config.url.startswith("milvus:") else "http:HttpRetriever"
+        return fields.import_object(f"dlm_rag.retrieval.{place}", "retrieval.url")(config)
     if given is None:
         if config.corpus is None:
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
@@ -97,6 +97,3 @@ RETRIEVERS = {
     "hybrid": RetrieverLoader("dlm_rag.retrieval.dense:open_hybrid_retriever", (*_BM25, *_DENSE)),
     "none": RetrieverLoader("dlm_rag.retrieval.base:open_no_retriever"),
 }
-# By the scheme of `retrieval.url`: what makes a retriever of a config.
-HTTP_SEARCH = "dlm_rag.retrieval.http:HttpRetriever"
-MILVUS_SEARCH = "dlm_rag.retrieval.milvus:open_milvus_retriever"

@@ -364,6 +364,7 @@ class OracleRetriever(CorpusRetriever):
             for _, name in (key for key in keys if not rows[key]):
                 raise ConfigError(f"{place}: the supporting passage '{name}' is not in {inner.corpus.path}")
             self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
+        self.leaves_out = inner.leaves_out
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)

@@ -224,9 +224,8 @@ class TitledFirstRetriever(base.CorpusRetriever):
 
     def _put_first(self, query: base.Query, rows: base.Ranking) -> base.Ranking:
         title = _fold_title(query.text)
-        firsts = (get_title_line(passage.text) for passage in self.corpus.read_passages(rows))
-        titled = [row for row, first in zip(rows, firsts, strict=True) if _fold_title(first) == title]
-        return list(dict.fromkeys((*titled, *rows)))
+        passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
+        return sorted(rows, key=lambda row: _fold_title(get_title_line(passages[row].text)) != title)
 
 
 def _fold_title(title: str) -> str:

@@ -13,7 +13,7 @@ from dlm_rag import load_retriever
 from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
-from dlm_rag.questions import read_questions
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.base import (
     HybridRetriever,
     MemoizedBatchFunction,
@@ -22,6 +22,7 @@ from dlm_rag.retrieval.base import (
     fuse_rankings,
     interleave_rankings,
     resolve_query_threshold,
+    wrap_oracle,
 )
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
@@ -232,6 +233,9 @@ def test_of_a_clear_choice_alone_is_read(tmp_path, monkeypatch):
             retriever = load_retriever(corpus, top_k=most, bm25_query=kind, min_score_ratio=ratio)
             assert list_passage_ids(retriever.search([query])) == [found], (ratio, kind, most)
         assert retriever.search(["zzz"]) == [[]]
+    told = Question("a", query.parts[0], supporting_ids=("rock",))
+    oracle = wrap_oracle(load_retriever(corpus, top_k=50, min_score_ratio=0.9), [told], "question")
+    assert list_passage_ids(oracle.search([query])) == [["rock", "hill", "quartz"]]
     letters = "dlm_rag.retrieval.dense.open_dense_retriever"  # of both together nothing is left out
     monkeypatch.setattr(letters, lambda config, corpus: make_letter_retriever(corpus, 4))
     configs = (RetrievalConfig(method="hybrid", top_k=4, min_score_ratio=ratio) for ratio in (0.0, 0.9))
