@@ -128,10 +128,10 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
     searched = (getattr(job.prepared, "retriever", None) for job in jobs.values())
-    if local := next((each for each in searched if isinstance(each, CorpusRetriever)), None):
-        small = len(local.corpus) <= MAX_CHECKED_PASSAGES
-        if small and (lacking := describe_missing_support(questions, local.corpus)):
-            print_note(lacking)
+    corpora = (each.corpus for each in searched if isinstance(each, CorpusRetriever))
+    small = (each for each in corpora if isinstance(each, Corpus) and len(each) <= MAX_CHECKED_PASSAGES)
+    if (local := next(small, None)) and (lacking := describe_missing_support(questions, local)):
+        print_note(lacking)
     ready()
     run_answer_jobs(jobs, config.workers)
     by_id, scores = {question.id: question for question in questions}, dict[str, list[Score]]()

@@ -35,7 +35,7 @@ from dlm_rag.progress import show_status
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, count_passages
-from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.serving import conversation
 from dlm_rag.text import FUNCTION_WORDS, get_title_line, strip_disambiguation
 
@@ -106,9 +106,9 @@ def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ..
     if folder := next((each for each in (EXAMPLES, WORLD) if corpus.parent == each), None):
         asked = tuple(question.question for question in read_questions(folder / "questions.jsonl")[:3])
         return asked, WORLD_NOTE if folder == WORLD else ""
-    if not (count := count_passages(retriever)):
-        return (), ""
-    rows = retriever.corpus[:: max(1, count // MAX_TITLES_READ)]  # type: ignore[attr-defined]
+    if not isinstance(retriever, CorpusRetriever) or not isinstance(retriever.corpus, Corpus):
+        return (), ""  # the passages are elsewhere
+    rows = retriever.corpus[:: max(1, len(retriever.corpus) // MAX_TITLES_READ)]
     return suggest_questions([get_title_line(row.text) for row in rows if "\n" in row.text.strip()]), ""
 
 

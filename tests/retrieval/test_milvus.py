@@ -23,7 +23,8 @@ pytest.importorskip("milvus_lite")
 from dlm_rag.__main__ import dispatch
 from dlm_rag.commands.answer_job import LocalEngines, plan_answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files
-from dlm_rag.config import RetrievalConfig, load_config
+from dlm_rag.commands.serve import describe_corpus
+from dlm_rag.config import Config, RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import dense, load_retriever
@@ -31,6 +32,7 @@ from dlm_rag.retrieval.base import CorpusRetriever, Query, SearchUnavailableErro
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, ingest_corpus
 from tests.support.milvus_server import MilvusServer, WordEncoder
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 WORLD = SHIPPED_FOLDER / "world"
 SECONDS = 120.0  # a deadline that a loaded machine keeps too
@@ -239,6 +241,22 @@ def found_ids(server: MilvusServer, name: str) -> list[str]:
     """The ids of all entities by their keys, doubled ones twice."""
     found = server.client().query(name, filter="row >= 0", output_fields=["row", "id"])
     return [entity["id"] for entity in sorted(found, key=lambda entity: entity["row"])]
+
+
+@pytest.mark.slow
+def test_commands_that_look_at_passages_do_without(server, corpus_file, tmp_path, capsys):
+    found = build(server, "seen", corpus_file, top_k=2)
+    assert describe_corpus(Config(), found) == ((), "")
+    tiny_denoiser().save_pretrained(model := tmp_path / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(model)
+    row = {"question": "Who wrote Emma?", "golden_answers": ["Jane Austen"], "supporting_ids": ["emma"]}
+    questions = write_jsonl_file(tmp_path / "questions.jsonl", [row])
+    words = [f"questions={questions}", f"model.path={model}", f"out={tmp_path / 'out'}"]
+    words += [f"retrieval.url={server.url('seen')}", "retrieval.method=dense", "decode.max_new_tokens=8"]
+    dispatch(["evaluate", *words])
+    scores = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]
+    (recall,) = (each["groups"]["all"]["recall_last"]["mean"] for each in scores.values())
+    assert recall == 1.0
 
 
 # ---------------------------------------------------------------------------------- kills
