@@ -284,12 +284,12 @@ class ChatResponse:
 
     def _find_stable_reasoning(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:
         """Returns the beginning of the final reasoning, up to what may begin a stop text or an answer."""
-        settings, most = rollout.settings, min(rollout.canvas_length, self._most)
-        if rollout.answer_form == "whole" or settings["edit_threshold"] is not None:
+        own, most = rollout.settings, min(rollout.canvas_length, self._most)
+        if not tokens or self.tokenizer.template.answer == "whole" or own["edit_threshold"] is not None:
             return ""
-        if find_rule(settings["commit_rule"]).redraws:  # finished blocks are certain
-            block = settings["block_length"]
-            most = max(tokens, default=0) // block * block
+        if find_rule(own["commit_rule"]).redraws:  # finished blocks are certain
+            block = own["block_length"]
+            most = min(most, max(tokens) // block * block)
         held = takewhile(lambda token: token is not None, map(tokens.get, range(most)))
         text = self._decode(token.token_id for token in held if token)
         stops = self.asked.body.stop or []

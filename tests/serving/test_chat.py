@@ -53,6 +53,11 @@ WHO, WHERE = (
         ((*WHO, "Who wrote Emma and when was it published?"), "Who wrote Emma and when was it published?"),
         ((*WHO, "Who wrote Emma?"), "Who wrote Emma?"),
         (("Hello", "I do not know.", "When was she born?"), "When was she born?"),
+        ((*WHO, "Who runs IT at Siemens?"), "Who runs IT at Siemens?"),
+        ((*WHO, "Who ran IT when she was 40?"), "Who ran IT when Ann Lee was 40?"),
+        ((*WHO, "WHEN WAS SHE BORN?"), "WHEN WAS Ann Lee BORN?"),
+        ((*WHO, "Siemens was sold when, and who runs it?"), "Siemens was sold when, and who runs it?"),
+        ((*WHO, "Surely is it lost?"), "Surely is Night Ferry lost?"),
     ],
     ids=str,
 )

@@ -59,17 +59,20 @@ def decoder(corpus):
 
 @pytest.fixture
 def make_decoder_of(corpus, gemma_folder):
-    """A decoder of a masked model, of one that edits, of one trained in both ways, or of one of uniform
-    noise, with own settings.
+    """A decoder of a masked model, of one that edits, of one trained in both ways (also with answers
+    alone), or of one of uniform noise, with own settings.
     """
 
     def make(kind, **settings):
         if kind == "masked":
             return made_decoder(corpus, replace(SETTINGS, **settings))
-        if kind == "causal":
+        if kind in ("causal", "whole"):
             own = DecodeConfig(**({"max_new_tokens": 16, "batch_size": 4} | settings))
             retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
-            return Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
+            found = Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
+            form = "whole" if kind == "whole" else "marked"
+            found.tokenizer.template = replace(found.tokenizer.template, answer=form)
+            return found
         if kind == "edits":
             own = replace(SETTINGS, edit_threshold=0.1, **settings)
             retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
@@ -119,7 +122,7 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
 
 STREAMED = [
     ("masked", {"temperature": 1.0, "seed": 3}), ("masked", {}), ("masked", {"block_length": 4}),
-    ("edits", {}), ("causal", {"mode": "autoregressive"}), ("uniform", {}),
+    ("edits", {}), *((kind, {"mode": "autoregressive"}) for kind in ("causal", "whole")), ("uniform", {}),
 ]  # fmt: skip
 
 
@@ -385,14 +388,14 @@ def test_time_is_bounded(slow, monkeypatch):
         wait_until(lambda: not service.engine.in_flight)
 
 
-@pytest.mark.parametrize("kind", ["masked", "causal"])
+@pytest.mark.parametrize("kind", ["masked", "causal", "uniform"])
 @pytest.mark.parametrize("most", [3, 1000])
 def test_max_tokens_cuts_the_answer_and_changes_nothing_else(make_decoder_of, kind, most):
     decoder = make_decoder_of(kind)
     with serve_decoder(decoder) as service:
-        whole = send_request(service, chat_body(QUESTIONS[0])).json()
-        cut = send_request(service, chat_body(QUESTIONS[0], max_tokens=most)).json()
-        streamed = send_request(service, chat_body(QUESTIONS[0], max_tokens=most, stream=True))
+        whole = send_request(service, chat_body(QUESTIONS[1])).json()
+        cut = send_request(service, chat_body(QUESTIONS[1], max_tokens=most)).json()
+        streamed = send_request(service, chat_body(QUESTIONS[1], max_tokens=most, stream=True))
     (choice,), (full,) = cut["choices"], whole["choices"]
     written = whole["usage"]["completion_tokens"]
     assert cut["dlm_rag"]["response"] == whole["dlm_rag"]["response"], "the canvas stays"
@@ -402,8 +405,11 @@ def test_max_tokens_cuts_the_answer_and_changes_nothing_else(make_decoder_of, ki
     else:
         assert choice["finish_reason"] == "length"
         assert len(choice["message"]["content"]) < len(full["message"]["content"])
-    last = parse_events(streamed)[-2][1]
+    *_, (_, last), _ = events = parse_events(streamed)
     assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
+    deltas = [body["choices"][0]["delta"] for _, body in events[:-1]]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == choice["message"].get(name, "")
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone(decoder):
