@@ -135,7 +135,7 @@ def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Questio
             row = record_readers.flatten_layout(dict(each))
             others = [value for key, value in row.items() if str(key).lower() in QUESTION_IDS]
             names = (get_field(row, "id")[1], *others, f"q{number}")
-            row["id"] = next(name for name in names if not is_missing(name))
+            row["id"] = next(name for name in names if not is_missing(name) and str(name).strip())
             each = _parse_question(row, f"question {number}")
         if not isinstance(each, str | Question):
             raise QuestionError(

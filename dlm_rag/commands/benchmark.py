@@ -32,7 +32,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from dlm_rag.baselines import is_model_url, is_read_when_served
+from dlm_rag.baselines import POLICIES, is_model_url, is_read_when_served
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.config import CONFIG_FOLDER, find_config_file, read_config_file
 from dlm_rag.config.fields import explain_validation_error
@@ -125,7 +125,8 @@ def is_for_kind(word: str, served: bool, policies: Sequence[str] = ("static",)) 
     """Whether a policy's name or KEY=VALUE is for models behind a server, or for others; or for neither."""
     key, equals, _ = complete_key(word).partition("=")
     if equals:
-        named = [each.partition("+")[0] for each in policies]
+        words = ([word.rpartition("=")[2] for word in policy.split("+")] for policy in policies)
+        named = [next((word for word in each if word in POLICIES), "static") for each in words]
         return is_read_when_served(key, named) if served else not key.startswith("remote.")
     own, other = (SERVED_PRESETS, SETTING_PRESETS) if served else (SETTING_PRESETS, SERVED_PRESETS)
     return word in own or word not in other

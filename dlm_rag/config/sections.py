@@ -1,6 +1,6 @@
 """The settings, by section: model, retriever, denoising loop, server; training, its data and its plan."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class DecodeConfig(CheckedSettings):
     """share of a block that is committed when the next one commits at every step, however unsure"""
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
-    commit_threshold: float = setting(0.9, low=0, high=1, only_with=DIFFUSION)
+    commit_threshold: float = setting(0.9, low=0, high=1)
     """confidence from which a position is committed (tau_c); where sampled, with probability 1/2 at it"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampling rules, in logits"""
@@ -173,8 +173,6 @@ class DecodeConfig(CheckedSettings):
     def __post_init__(self) -> None:
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
             raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
-        if self.blocks_at_once > 1 and self.tokens_per_step:
-            raise ConfigError("tokens_per_step counts in one block: leave it or blocks_at_once out")
         if self.copy_words and self.edit_threshold is not None:
             raise ConfigError("copy_words is for tokens that stay: leave it or edit_threshold out")
         if self.tokens_per_step and self.steps_per_block:
@@ -369,9 +367,24 @@ class PlanConfig(CheckedSettings):
 GENERATION_FILE = "generation_config.json"
 OF_A_RUN = {"seed", "batch_size", "overlap"}  # settings that no model asks for
 DECODE_NAMES = [item.name for item in fields(DecodeConfig) if item.name not in OF_A_RUN]
+_AT_ONCE = ("blocks_at_once", "block_add_threshold", "semi_complete_threshold")
+_EXCLUDES = {
+    "edit_threshold": (*_AT_ONCE, "copy_words"),
+    "copy_words": ("edit_threshold",),
+    "blocks_at_once": ("edit_threshold", "tokens_per_step"),
+    "tokens_per_step": ("steps_per_block", *_AT_ONCE),
+    "steps_per_block": ("tokens_per_step",),
+}
 CODE_NAMES = [each.name for each in fields(DecodeConfig) if each.metadata["json_schema_extra"]["table"]]
 BM25_NAMES = ("bm25_query", "bm25_stemmer", "bm25_title_weight")
 RETRIEVAL_NAMES = ["top_k", *BM25_NAMES, "min_score_ratio", "query_prompt", "passage_prompt"]
+
+
+def list_ruled_out(given: Mapping[str, Any]) -> set[str]:
+    """The settings of `decode` that a checkpoint may have and that do not go with those that are given."""
+    known = DecodeConfig.__dataclass_fields__
+    asked = [name for name, value in given.items() if name in _EXCLUDES and value != known[name].default]
+    return {other for name in asked for other in _EXCLUDES[name]}
 
 
 def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

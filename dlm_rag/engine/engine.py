@@ -31,6 +31,7 @@ from dlm_rag.config.fields import (
     replace_settings,
     suggest_setting,
 )
+from dlm_rag.config.sections import list_ruled_out
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.copying import WordTable
@@ -458,6 +459,8 @@ def resolve_settings(
     given, settings = settings.given, replace_settings(settings, **changes)
     settings.__dict__["given"] = given  # nobody has set the others
     find_query_policy(settings.query_policy)
+    if settings.blocks_at_once > 1 and settings.tokens_per_step:
+        raise ConfigError("tokens_per_step counts in one block: leave it or blocks_at_once out")
     if (find_rule(rule).samples or shape.predicts_next_block) and settings.blocks_at_once > 1:
         why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"
         raise ConfigError(
@@ -468,23 +471,11 @@ def resolve_settings(
     return settings
 
 
-_AT_ONCE = ("blocks_at_once", "block_add_threshold", "semi_complete_threshold")
-# Settings of a checkpoint that do not go with others: what is left out where somebody has set the first.
-_EXCLUDES = {
-    "edit_threshold": (*_AT_ONCE, "copy_words"),
-    "copy_words": ("edit_threshold",),
-    "blocks_at_once": ("edit_threshold", "tokens_per_step"),
-    "tokens_per_step": ("steps_per_block", *_AT_ONCE),
-    "steps_per_block": ("tokens_per_step",),
-}
-
-
 def _take_own_settings(
     settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DecodeConfig:
     """`settings` with those of a checkpoint that nobody has set and that, by the facts, have an effect."""
-    given = [name for name in settings.given if getattr(settings, name) is not None]
-    ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
+    ruled_out = list_ruled_out({name: getattr(settings, name) for name in settings.given})
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}
     while True:
         found = fill_unset(settings, own)

@@ -25,6 +25,7 @@ from pydantic import ConfigDict, GetPydanticSchema, Strict
 from pydantic.dataclasses import dataclass
 from pydantic_core.core_schema import literal_schema
 
+from dlm_rag.config.sections import list_ruled_out
 from dlm_rag.errors import ConfigError
 
 
@@ -252,11 +253,13 @@ class DenoiserConfig:
             _require(turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1")
 
     def add_settings(self, decode: Mapping[str, Any], **retrieval: Any) -> "DenoiserConfig":
-        """The config with more settings of `decode` and `retrieval` as its own."""
+        """The config with more settings of `decode` and `retrieval` as its own, in place of what these
+        rule out."""
         shape = {own: decode[name] for name, own in SHAPE_FIELDS.items() if decode.get(name) is not None}
         rest = {name: value for name, value in decode.items() if name not in SHAPE_FIELDS}
+        own = {k: v for k, v in self.decode_settings.items() if k not in list_ruled_out(decode)}
         return replace(
-            self, **shape, decode_settings=self.decode_settings | rest,
+            self, **shape, decode_settings=own | rest,
             retrieval_settings=self.retrieval_settings | retrieval,
         )  # fmt: skip
 

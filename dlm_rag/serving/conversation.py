@@ -26,8 +26,6 @@ _PRONOUNS = (
     | dict.fromkeys("they them their".split(), _WHO | _WHAT)
 )
 _PRONOUN = re.compile(rf"\b(?:{'|'.join(_PRONOUNS)})\b", re.IGNORECASE)
-# "Siemens was founded", not "Tell me" or "Surely is it": the first word is a name.
-_CLAIM = re.compile(rf"(\S{{1,40}}) (?:is|are|was|were|has|have|had) (?!{_PRONOUN.pattern})", re.IGNORECASE)
 _DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` takes for i
 _GOES_ON = re.compile("and |but |what about |how about ", re.IGNORECASE)
 _SOURCE_MARK = re.compile(r" \[\d{1,3}\]")
@@ -75,8 +73,7 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
         > (role == "user")
     ]
     pronouns = (p for p in _PRONOUN.finditer(question) if question.isupper() or not p[0].isupper())  # "IT"
-    stated, pronoun = _CLAIM.match(question), next(pronouns, None)
-    names = [*find_names(stated[1] if stated else ""), *find_names(question)]
+    names, pronoun = find_names(question), next(pronouns, None)
     named_at = question.find(names[0].split()[0]) if names else len(question)
     if pronoun and pronoun.start() < named_at:  # else it stands for what the question itself names
         word, rest = pronoun[0].casefold().translate(_DOTS), question[pronoun.end() :]

@@ -187,6 +187,9 @@ class Checkpoints:
         config, self.folder, self.processes = task.run.config, task.run.folder, processes
         own_rule = task.run.origin.config.decode_settings.get("commit_rule")
         self._settings = collect_settings(config, type(task), own_rule)
+        self._settings[LAYOUT_KEY] = task.run.origin.config.evidence_layout
+        if config.data.corpus is None and config.train.objective in ("sft", "rl"):
+            self._settings["retrieval.top_k"] = task.run.top_k
         self._fingerprints = fingerprint_files(config, task.run.origin) if processes.is_main else {}
         begun = find_latest_checkpoint(self.folder)
         self.has_begun = begun is not None
@@ -197,6 +200,8 @@ class Checkpoints:
         """Refuses what is not as it was; settings that are younger than the checkpoint may be anything."""
         for key, value in self._settings.items():
             before = record.settings.get(key, value)
+            if key == LAYOUT_KEY and before is None:  # of a run that began when it was not resolved
+                continue
             same = (before is None) == (value is None) if key in FINGERPRINTED_KEYS else before == value
             if not same:
                 raise ConfigError(
@@ -305,6 +310,7 @@ CHANGEABLE_KEYS = frozenset({
 FINGERPRINTED_KEYS = (
     "model.path", "data.questions", "data.corpus", "data.documents", "retrieval.embedding_model", "prompt",
 )  # fmt: skip
+LAYOUT_KEY = "model.evidence_layout"
 
 
 def collect_settings(config: Config, task: type[Task], own_rule: str | None = None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A denoiser is built without contents, put where it belongs (in shards, where it 
 a process reads or makes one tensor at a time and keeps its rows, which are the same whoever has them.
 """
 
-import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,6 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.config.sections import DECODE_NAMES, RETRIEVAL_NAMES, list_given
 from dlm_rag.data.synthetic_world import make_world, make_world_question
@@ -266,9 +264,6 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     vocabulary = max(own.vocab_size, mask_id + 1)
     own = replace(own, vocab_size=vocabulary, mask_token_id=mask_id)
     shape = make_training_shape(config, own, base.raw_config)
-    layout, known = shape.evidence_layout, base.config.evidence_layout
-    if train.objective == "rl" and layout != known and os.environ.get("RANK", "0") == "0":
-        print_note(f"evidence_layout={layout}: the model was trained with {known}, and may answer worse")
     template = load_prompt(config.prompt, shape.evidence_layout, base.raw_config.get("prompt"))
     thinks = does_think(base.raw_config)
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary, thinks)
@@ -298,6 +293,9 @@ def make_training_shape(
             "pretrain masks all of a document at once, where a model of blocks has finished those before: "
             "set model.block_size=0, or train.objective=sft"
         )
+    canvas = decode.max_new_tokens or own.canvas_length
+    if not block and (decode.block_length or 0) > canvas:
+        raise ConfigError(f"block_length={decode.block_length} is longer than max_new_tokens={canvas}")
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     unset = own.evidence_layout if train.objective == "rl" else "independent"
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
@@ -305,7 +303,7 @@ def make_training_shape(
         own,
         evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout") or unset,
         passage_length=train.passage_length or raw_config.get("passage_length") or DEFAULT_PASSAGE_LENGTH,
-        canvas_length=decode.max_new_tokens or own.canvas_length,
+        canvas_length=canvas,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
         finished_block_context=decode.finished_block_context or own.finished_block_context,

@@ -51,7 +51,8 @@ class LongestRow(NamedTuple):
 
 def find_longest_row(shape: DenoiserConfig, config: Config, decode: DecodeConfig) -> LongestRow:
     """The row of a long question and `retrieval.top_k` passages of full length."""
-    count = int(shape.retrieval_settings.get("top_k", config.retrieval.top_k))
+    asked = {} if "top_k" in config.retrieval.given else shape.retrieval_settings
+    count = int(asked.get("top_k", config.retrieval.top_k))
     layout = config.model.evidence_layout
     room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
     kind, block = EVIDENCE_LAYOUTS[room.layout], shape.block_size or 0
@@ -136,7 +137,7 @@ class TrainingPlan(NamedTuple):
 
     train: TrainConfig
     devices: int
-    microbatch_items: int  # items that a device, or all that share sequences, compute at once
+    microbatch_items: int  # items that a device computes at once
     tokens: float  # prompts and canvases
     flops: float  # forward and backward, nothing computed twice
     memory: StepMemory  # of a part

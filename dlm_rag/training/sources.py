@@ -244,7 +244,7 @@ class QuestionValidation:
         denoiser, tokenizer, processes = trainer.denoiser, trainer.origin.tokenizer, trainer.processes
         mine, whole = processes.local_items(len(self.questions)), len(self.questions)
         asked = [self.questions[number] for number in mine]
-        by_hops = Counter(question.hops for question in self.questions if question.hops)
+        by_hops = Counter(q.hops for q in self.questions if q.hops and q.golden_answers)
         counts = {"exact_match": sum(bool(question.golden_answers) for question in self.questions)}
         counts |= {"forwards_per_answer": whole}
         counts |= {f"exact_match_{hops}_hops": by_hops[hops] for hops in sorted(by_hops)}
@@ -255,7 +255,7 @@ class QuestionValidation:
                 scored = score_rollout(rollout, question)
                 sums["exact_match"] += scored.exact_match
                 sums["forwards_per_answer"] += scored.forwards
-                if question.hops:
+                if question.hops and question.golden_answers:
                     sums[f"exact_match_{question.hops}_hops"] += scored.exact_match
             own = [*sums.values(), *self.nelbo(denoiser, tokenizer, mine)]
         *found, nats, tokens = processes.all_reduce_sum(own)

@@ -248,6 +248,9 @@ def run_training(
     commit = machine.get_code_commit()  # of the code that runs: at the end the checkout may be another
     say = print_note if processes.is_main else lambda text: None
     trainer, validation = open_trainer(config, folder, processes, origin)
+    layout, base = origin.config.evidence_layout, origin.checkpoint
+    if config.train.objective == "rl" and base and layout != (known := base.config.evidence_layout):
+        say(f"evidence_layout={layout}: the model was trained with {known}, and may answer worse")
     trainer.restore()
     if begun := trainer.state.step:
         say(f"going on from step {begun}{': no step is left' * trainer.finished}")

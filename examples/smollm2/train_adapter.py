@@ -407,7 +407,7 @@ def resume(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer) -> tupl
         parameter.copy_(state[f"{number}.value"])
         names = ("step", "exp_avg", "exp_avg_sq")
         optimizer.state[parameter] = {name: state[f"{number}.{name}"] for name in names}
-    return int(state["step"]), float(state["seconds"])
+    return int(state["step"]), float(state.get("seconds", 0.0))
 
 
 def parse_arguments() -> argparse.Namespace:

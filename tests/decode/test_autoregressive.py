@@ -190,7 +190,6 @@ def test_an_autoregressive_checkpoint_writes_what_transformers_generates(tmp_pat
         ({}, {"mode": "autoregressive"}),
         (TWO_MODES, {"mode": "autoregressive", "commit_rule": "top_k"}),
         (TWO_MODES, {"mode": "autoregressive", "query_window": 4}),
-        (TWO_MODES, {"mode": "autoregressive", "commit_threshold": 0.5}),
         (TWO_MODES | {"block_size": 1}, {"mode": "diffusion"}),
     ],
     ids=str,

@@ -249,3 +249,7 @@ def test_those_of_a_checkpoint_give_way_to_a_number_of_tokens_and_it_to_them(own
         found = resolve_settings(DecodeConfig(**given), shape)
         both = found.blocks_at_once, found.tokens_per_step
         assert both == (given.get("blocks_at_once", 1), given.get("tokens_per_step"))
+        trained = shape.add_settings(given).decode_settings
+        assert resolve_settings(DecodeConfig(), replace(shape, decode_settings=trained)) is not None
+    one = resolve_settings(DecodeConfig(blocks_at_once=1), shape)
+    assert one.tokens_per_step == own.get("tokens_per_step"), "1 rules nothing out"

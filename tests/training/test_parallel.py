@@ -1,4 +1,4 @@
-"""The same global batch is the same step: alone, in copies, in shards, in stretches of a row."""
+"""The same global batch is the same step: alone, in copies, in shards."""
 
 import json
 import os

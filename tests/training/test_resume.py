@@ -247,7 +247,7 @@ def test_worlds_of_an_attempt_without_a_checkpoint_are_made_anew(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sft", ["decode.commit_threshold=0.5", "train.max_steps=99", "model.attn_implementation=sdpa"]),
+        ("sft", ["decode.batch_size=3", "train.max_steps=99", "model.attn_implementation=sdpa"]),
         ("rl", ["decode.batch_size=3", "train.eval_questions=1", "train.save_steps=7"]),
         (
             "documents",
@@ -459,3 +459,11 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
     err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
     assert "interrupted" in err and "stopped after step" not in err
+
+
+def test_a_run_that_did_not_say_its_layout_goes_on(tmp_path):
+    checkpoints = make_trainer(tmp_path)._checkpoints
+    checkpoints._check_settings(SimpleNamespace(settings={"model.evidence_layout": None}, fingerprints={}))
+    with pytest.raises(ConfigError, match="begun with model.evidence_layout=joint, not independent"):
+        other = {"model.evidence_layout": "joint"}
+        checkpoints._check_settings(SimpleNamespace(settings=other, fingerprints={}))

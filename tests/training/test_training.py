@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.commands.train import StopSignal
 from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.errors import RunError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -283,6 +283,12 @@ def test_a_null_in_the_config_of_a_checkpoint_is_no_setting():
     assert (shape.evidence_layout, shape.passage_length) == ("independent", 96)
     by_reward = make_training_shape(load_config(None, ["train.objective=rl"]), EXAMPLE_SHAPE, raw)
     assert by_reward.evidence_layout == EXAMPLE_SHAPE.evidence_layout == "joint", "what it decodes with"
+
+
+def test_parts_longer_than_the_canvas_are_refused_before_training():
+    with pytest.raises(ConfigError, match="block_length=64 is longer than max_new_tokens=32"):
+        words = ["decode.block_length=64", "decode.max_new_tokens=32"]
+        make_training_shape(load_config(None, words), EXAMPLE_SHAPE)
 
 
 def test_a_search_in_a_world_finds_what_the_checkpoint_asks_for():
