@@ -24,6 +24,12 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` reads only files with such tests: a machine with a GPU need not have what others import."""
+    read = config.option.markexpr == "gpu" and collection_path.suffix == ".py"
+    return True if read and "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_collection_modifyitems(items):
     """CI runs these apart: its first run has no reference data, as a fresh clone has none."""
     for item in items:

@@ -97,3 +97,15 @@ def test_a_query_policy_of_ones_own_is_compared(tmp_path):
 def test_a_few_steps_of_training_teach_a_new_wording(tmp_path):
     before, after = re.findall(r"^(\d+) of 24 right", run_example("train_own.py", tmp_path), re.MULTILINE)
     assert int(before) <= 2 and int(after) >= 6
+
+
+@pytest.mark.slow
+def test_tests_for_a_gpu_need_no_packages_of_other_tests():
+    """As `docs/how-to/first-day-on-a-gpu.md` installs them: pytest beside what the program needs."""
+    program = "import sys; sys.modules.update(dict.fromkeys(('hypothesis', 'openai'))); import pytest; "
+    program += "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-p', 'no:cacheprovider']))"
+    without = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=without, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "test_gpu" in done.stdout, done.stdout[-3000:]
