@@ -17,7 +17,7 @@ DECODED_ROWS = (
 CASES = [
     *table(EVALUATE,
         ("evaluation needs a folder", "--out -"), ("--out=-- gives no value", "--out=--"),
-        ("does not list its models", "--out run --compare ircot+model.path=openai://127.0.0.1:1/v1/m"),
+        ("model.path is set to one value, and by every setting too", "--out run --compare ircot+model.path=openai://h/m"),
         *(
             (says, f"--out run --compare {compare}")
             for compare, says in {
@@ -51,6 +51,8 @@ CASES = [
         ("--corpus context is what comes with the questions of --questions FILE", "--corpus context"),
         (("questions.jsonl, line 1", "no passages come with this question"), "--corpus context --questions questions.jsonl"),
         ("--split has no effect without --dataset and --corpus", "--split sardi"),
+        ("does not list its models",
+         "--corpus corpus.jsonl --questions questions.jsonl --compare ircot+model.path=openai://127.0.0.1:1/v1/m"),
     ),
     # Training.
     *table(TRAIN,
