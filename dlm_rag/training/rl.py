@@ -297,7 +297,7 @@ class RlTask(Task):
         if run.config.data.corpus is None:
             self._source = make_world_source(train, run.top_k)
             return sources.open_world_validation(run)
-        questions, retriever, validation = sources.open_questions(run)
+        questions, retriever, validation = sources.open_questions(run, rewards=True)
         self._source = make_file_source(questions, retriever, train)
         return validation
 

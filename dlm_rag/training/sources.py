@@ -116,7 +116,7 @@ class WorldExamples:
     def _draw(
         self, rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
     ) -> WorldQuestion:
-        """A question whose response, of which few are as long as the longest, fits the canvas."""
+        """A question whose response fits the canvas: of fewer hops, where one of so many does not."""
         encode, longest = self._builder.tokenizer.encode, self._builder.shape.canvas_length
         while True:
             question = draw_world_question(rng, indexed, hops, start)
@@ -350,13 +350,15 @@ def open_documents(run: Run) -> PackedDocuments:
     return PackedDocuments(files, tokenizer, config.train, shape.shifted)
 
 
-def open_questions(run: Run) -> tuple[list[Question], CorpusRetriever, QuestionValidation]:
-    """The questions of `data.questions`, of which some are held out for validation."""
+def open_questions(
+    run: Run, rewards: bool = False
+) -> tuple[list[Question], CorpusRetriever, QuestionValidation]:
+    """The questions of `data.questions`, some of them held out; rewards: as `check_questions` has it."""
     config, train = run.config, run.config.train
     assert config.data.questions is not None and config.data.corpus is not None
     given = read_questions(config.data.questions)
     builder = ExampleBuilder(run.origin.tokenizer, run.origin.config)
-    check_questions(given, builder, rewards=train.objective == "rl")
+    check_questions(given, builder, rewards)
     kept = len(given) - min(train.eval_questions, len(given) // 10)
     form = builder.tokenizer.template.answer
     held = [replace(each, golden_answers=name_answers(each, form)) for each in given[kept:]]

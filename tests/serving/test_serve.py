@@ -59,26 +59,21 @@ def decoder(corpus):
 
 @pytest.fixture
 def make_decoder_of(corpus, gemma_folder):
-    """A decoder of a masked model, of one that edits, of one trained in both ways (also with answers
-    alone), or of one of uniform noise, with own settings.
-    """
+    """A decoder of a model of this kind, with own settings; `whole` writes its answer alone."""
 
     def make(kind, **settings):
         if kind == "masked":
             return made_decoder(corpus, replace(SETTINGS, **settings))
-        if kind in ("causal", "whole"):
-            own = DecodeConfig(**({"max_new_tokens": 16, "batch_size": 4} | settings))
-            retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
-            found = Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
-            form = "whole" if kind == "whole" else "marked"
-            found.tokenizer.template = replace(found.tokenizer.template, answer=form)
-            return found
+        if kind == "uniform":
+            settings = GEMMA_SETTINGS | settings
+            return make_gemma_decoder(gemma_folder, QueryHashRetriever(corpus, 2), **settings)
+        retriever, tokenizer = load_retriever(RetrievalConfig(top_k=2), corpus), tiny_tokenizer()
         if kind == "edits":
             own = replace(SETTINGS, edit_threshold=0.1, **settings)
-            retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
-            return Decoder(block_denoiser(), retriever, tiny_tokenizer(), own)
-        retriever = QueryHashRetriever(corpus, 2)
-        return make_gemma_decoder(gemma_folder, retriever, **(GEMMA_SETTINGS | settings))
+            return Decoder(block_denoiser(), retriever, tokenizer, own)
+        own = DecodeConfig(**({"max_new_tokens": 16, "batch_size": 4} | settings))
+        tokenizer.template = replace(tokenizer.template, answer="whole" if kind == "whole" else "marked")
+        return Decoder(block_denoiser(causal_context=True), retriever, tokenizer, own)
 
     return make
 
@@ -407,9 +402,9 @@ def test_max_tokens_cuts_the_answer_and_changes_nothing_else(make_decoder_of, ki
         assert len(choice["message"]["content"]) < len(full["message"]["content"])
     *_, (_, last), _ = events = parse_events(streamed)
     assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
-    deltas = [body["choices"][0]["delta"] for _, body in events[:-1]]
     for name in ("content", "reasoning_content"):
-        assert "".join(delta.get(name, "") for delta in deltas) == choice["message"].get(name, "")
+        deltas = (body["choices"][0]["delta"].get(name, "") for _, body in events[:-1])
+        assert "".join(deltas) == choice["message"].get(name, "")
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone(decoder):

@@ -12,11 +12,18 @@ from dlm_rag.config import EngineConfig, TrainConfig, load_config
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
 from dlm_rag.engine.policy import SoftThreshold
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.questions import Question
+from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.rewards import compute_advantages, compute_reward_parts
-from dlm_rag.training.rl import PolicyObjective, fill_rollout_buffer, make_idle_row, sample_rollout_steps
-from dlm_rag.training.task import check_task_settings
+from dlm_rag.training.rl import (
+    PolicyObjective,
+    RlTask,
+    fill_rollout_buffer,
+    make_idle_row,
+    sample_rollout_steps,
+)
+from dlm_rag.training.task import Run, check_task_settings
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder
 from tests.support.passages import write_jsonl_file
@@ -324,3 +331,14 @@ def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):
     own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["all"]]
     trainer, _ = open_rl(tmp_path / "run", model, *own)
     assert trainer.step()["rows"] == 8
+
+
+def test_an_objective_of_ones_own_that_rewards_needs_answers_too(tmp_path):
+    """The task says that it rewards, not the name of its objective."""
+    rows = [{"id": str(n), "question": "Who?", "response": "It was her. ### Ann"} for n in range(20)]
+    questions = write_jsonl_file(tmp_path / "questions.jsonl", rows)
+    corpus = write_jsonl_file(tmp_path / "corpus.jsonl", [{"id": "a", "contents": "Ann wrote it."}])
+    words = [*MICRO_SETTINGS, f"data.questions={questions}", f"data.corpus={corpus}"]
+    config = load_config(None, words)
+    with pytest.raises(QuestionError, match="'0' and 19 others of 20: it has no 'golden_answers'"):
+        RlTask(Run(config, open_initial_model(config), tmp_path)).open_data()
