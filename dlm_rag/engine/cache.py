@@ -14,7 +14,7 @@ KVQuant, Hooper et al. 2024): the bias, turned to the token's position, is taken
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
@@ -74,7 +74,7 @@ class CacheStats:
 class _Chain:
     """The finished blocks of a row."""
 
-    context: Counter[Segment]  # what they saw before them, in any order
+    context: dict[Segment, int]  # what they saw before them, in any order
     first: int  # tokens of the first block
     ids: tuple[int, ...]
     places: Places
@@ -162,14 +162,13 @@ class KVCache:
     def _locate(self, wanted: dict[Segment, None]) -> None:
         """Gives each segment its places; `_new` are those that have to run."""
         stats = self.cache_stats
-        for segment in wanted:
-            if segment in self.kept:
-                self.kept.move_to_end(segment)
-                self._seen[segment] = self.kept[segment]
+        kept = {segment: self.kept.get(segment) for segment in wanted}
+        self._seen = {segment: places for segment, places in kept.items() if places is not None}
+        for segment in self._seen:
+            self.kept.move_to_end(segment)
         stats.device_segments += len(self._seen)
-        for segment in wanted:
-            if segment not in self._seen:
-                self._new[segment] = self._take(len(segment.ids))
+        for segment in [segment for segment, places in kept.items() if places is None]:
+            self._new[segment] = self._take(len(segment.ids))
         self._seen |= self._new
         for segment, kept in self._find_stored([*self._new]).items():
             self.memory.write(self._new[segment], kept, segment.start)
@@ -248,7 +247,7 @@ class KVCache:
     def _extend_chain(self, row: RowInput) -> tuple[Places, int]:
         """Places for all tokens of a chain, and how many in front need not run."""
         chain, done, held = row.chain, row.finished_tokens, self._chains.get(row.row)
-        context, valid = Counter(row.laid_out_prompt.seen_by_blocks), 0
+        context, valid = row.laid_out_prompt.counts_seen_by_blocks, 0
         if held is not None and held.context == context and held.first == chain.first:
             pairs = zip(held.ids, chain.ids[:done], strict=False)
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

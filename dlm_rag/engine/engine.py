@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
@@ -318,7 +318,7 @@ class Engine(AbstractContextManager["Engine"]):
             settings=own,
             canvas=make_canvas(own, shape, self.tokenizer, generator),
             generator=generator,
-            rollout=Rollout(question.id, question.question, layout, length, settings=asdict(own)),
+            rollout=Rollout(question.id, question.question, layout, length, settings=flatten_settings(own)),
             end_ids=self.tokenizer.end_ids,
             words=self.decoder.words if own.copy_words else None,
             recorder=ProvisionalRecorder(self.tokenizer.token_text) if guesses else None,

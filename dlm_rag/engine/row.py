@@ -49,6 +49,14 @@ class OpenSpan(NamedTuple):
     must_commit: bool  # whether the rule has to commit one of them
 
 
+class StepView(NamedTuple):
+    """What of its canvas a row's next step is about."""
+
+    block: Span  # the current block; all where attention has no blocks
+    spans: list[OpenSpan]
+    shown: Span  # what the model sees
+
+
 @dataclass
 class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
@@ -174,6 +182,7 @@ class Row:
     # What was asked last, until it is taken: a search for several rows, and which of them this is.
     search: tuple[Future[list[SearchResult]], int] | None = None
     provisional: Proposals | None = None
+    view: StepView = field(init=False, repr=False)  # of the step that is under way
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
     words: WordTable | None = None  # where words are copied
 
@@ -202,16 +211,20 @@ class Row:
 
     @property
     def current_block(self) -> tuple[int, int]:
-        """The positions, from and up to, of the current block; all where attention has no blocks."""
+        """The positions, from and up to, of the block that is written now."""
         begin, end = self.laid_out_prompt.block_bounds(self.canvas.first_mutable)
         return begin, min(end, self.canvas.length)
 
-    @property
-    def open_spans(self) -> list[OpenSpan]:
+    def find_view(self) -> StepView:
+        """What the next step is about: once for all that ask, until the canvas is written."""
+        spans = self._find_open_spans(block := self.current_block)
+        return StepView(block, spans, self._find_shown_span(block, spans))
+
+    def _find_open_spans(self, block: Span) -> list[OpenSpan]:
         """Where positions may be committed: in the current block, and in as many after it as
         `decode.blocks_at_once` lets join, each once the one before is written far enough.
         """
-        settings, canvas, (begin, end) = self.settings, self.canvas, self.current_block
+        settings, canvas, (begin, end) = self.settings, self.canvas, block
         spans, must_commit = list[OpenSpan](), True
         while True:
             found = find_commit_span(canvas.masked, (begin, end), settings.block_length)
@@ -225,15 +238,14 @@ class Row:
             begin, end = end, min(self.laid_out_prompt.block_bounds(end)[1], canvas.length)
             must_commit = share >= settings.semi_complete_threshold
 
-    @property
-    def shown_span(self) -> Span:
+    def _find_shown_span(self, block: Span, spans: list[OpenSpan]) -> Span:
         """The positions, from and up to, that the model sees: the blocks of open spans, and whole blocks of
         lookahead where the query takes provisional tokens.
 
         None of them where the next token is the first of a block and the block before it predicts it, but
         for rules from left to right where each token is predicted by the one before.
         """
-        settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
+        settings, length, (begin, end) = self.settings, self.canvas.length, block
         laid = self.laid_out_prompt
         in_order = laid.shifted and find_rule(settings.commit_rule).in_order
         if laid.predicts_next_block and self.canvas.first_masked == begin and not in_order:
@@ -242,7 +254,7 @@ class Row:
         if settings.query_window and end < length and ahead:
             last = min(end + settings.query_window, length) - 1
             end = min(self.laid_out_prompt.block_bounds(last)[1], length)
-        return max(0, begin), max(end, self.open_spans[-1].block_end)
+        return max(0, begin), max(end, spans[-1].block_end)
 
     def fail(self, reason: str) -> None:
         log.warning("question '%s' failed: %s", self.question.id, reason)

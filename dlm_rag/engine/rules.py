@@ -42,8 +42,11 @@ class Proposals:
         """The proposals selected by a mask or by indices."""
         if keep.dtype == bool and keep.all():
             return self
-        own = {name: values[keep] for name, values in vars(self).items() if name != "extra"}
-        return Proposals(**own, extra={name: values[keep] for name, values in self.extra.items()})
+        extra = {name: values[keep] for name, values in self.extra.items()} if self.extra else {}
+        return Proposals(
+            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
+            self.entropy[keep], self.margin[keep], extra,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

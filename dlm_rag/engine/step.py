@@ -88,10 +88,11 @@ def build_row_input(row: Row) -> RowInput:
 
     Asked about are masked positions that are shown, with edits committed ones of the block; else the next.
     """
-    settings, canvas, (begin, end) = row.settings, row.canvas, row.shown_span
+    row.view = row.find_view()
+    settings, canvas, (begin, end) = row.settings, row.canvas, row.view.shown
     asked = canvas.masked[begin : max(end, begin + 1)].copy()
     if canvas.frozen_length is not None and begin < end:
-        asked[: row.current_block[1] - begin] = True
+        asked[: row.view.block[1] - begin] = True
     positions = begin + np.flatnonzero(asked)
     if settings.mode == "autoregressive" and row.laid_out_prompt.unseen_segments:
         begin -= 1  # the last token alone sees the evidence
@@ -116,7 +117,7 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, tokenizer: Tokenizer
     """Writes on the canvas what the row's rule takes of the proposals, and what they edit; notes this in
     the record of the step, with what is guessed of the rest.
     """
-    canvas, (begin, end), (first, last), step = row.canvas, row.current_block, row.shown_span, row.record
+    canvas, ((begin, end), _, (first, last)), step = row.canvas, row.view, row.record
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
     if chosen is not None and row.words is not None:
         chosen = _copy_words(row, row.words, proposals, chosen)
@@ -141,7 +142,7 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, tokenizer: Tokenizer
 def _choose(row: Row, proposals: Proposals) -> Proposals | None:
     """The proposals to commit in the open spans; None where these have no mask."""
     at, chosen = proposals.positions, list[Proposals]()
-    for span in row.open_spans:
+    for span in row.view.spans:
         candidates = proposals.subset(row.canvas.masked[at] & (at >= span.begin) & (at < span.end))
         if len(candidates.positions):
             chosen.append(_choose_in_span(row, candidates, span))
@@ -160,7 +161,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
         return chosen  # a rule of one's own may leave gaps
     goes_on = find_rule(settings.commit_rule).in_order
     goes_on = goes_on and not (settings.tokens_per_step or settings.steps_per_block)
-    left = proposals.subset(proposals.positions < row.open_spans[0].end) if goes_on else chosen
+    left = proposals.subset(proposals.positions < row.view.spans[0].end) if goes_on else chosen
     shown = len(left.positions)
     tokens, confidence, log_prob = (  # of those chosen as drawn
         np.concatenate((getattr(chosen, name), getattr(left, name)[len(chosen.positions) :]))[:shown]
@@ -393,7 +394,7 @@ def _check_passages(found: SearchResult) -> SearchResult:
         return found
     passages = list(found) if isinstance(found, Iterable) else [found]
     for passage in passages:
-        fields = (passage.id, passage.title, passage.contents) if isinstance(passage, Passage) else (None,)
-        if not all(isinstance(field, str) for field in fields):
+        is_one = isinstance(passage, Passage) and isinstance(passage.id, str)
+        if not (is_one and isinstance(passage.title, str) and isinstance(passage.contents, str)):
             return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
     return passages

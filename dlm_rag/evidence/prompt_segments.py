@@ -10,6 +10,7 @@ things stand: each sees what is before it. So the order says what finished block
 changes. `no_evidence` has question, finished blocks, passages, window; nothing runs again.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,10 +43,15 @@ class LaidOutPrompt:
     causal_context: bool = False  # whether all before the current block is causal
     shifted: bool = False  # as in `DenoiserConfig`
 
-    @property
+    @cached_property
     def seen_by_blocks(self) -> tuple[Segment, ...]:
         """The segments that finished blocks see."""
         return self.context_segments[: len(self.context_segments) - self.unseen_segments]
+
+    @cached_property
+    def counts_seen_by_blocks(self) -> dict[Segment, int]:
+        """These in any order, with how often each stands there."""
+        return dict(Counter(self.seen_by_blocks))
 
     def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
         """Lead and canvas, whose first `finished` positions are whole finished blocks."""
@@ -141,6 +147,10 @@ class LaidOutRow:
         return self.canvas_start + position - (position == self.from_before)
 
 
+# One object for all steps and rows that read a passage: it knows its hash, and is found by identity.
+_make_shared_segment = lru_cache(maxsize=4096)(Segment)
+
+
 def lay_out_prompt(
     prompt: Prompt, shape: DenoiserConfig, layout: str | None = None,
     finished_block_context: str | None = None, mode: str = "diffusion",
@@ -153,7 +163,8 @@ def lay_out_prompt(
     own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context
     alone = 1 if shape.causal_context else None
-    placed = [Segment(tuple(ids), at, block=alone) for ids, at in own.place(prompt, shape.passage_length)]
+    make = _make_shared_segment if own.separate_passages else Segment
+    placed = [make(tuple(ids), at, 0, alone) for ids, at in own.place(prompt, shape.passage_length)]
     *placed, question = placed
     context, unseen = tuple(segment for segment in placed if segment.ids), 0
     lead = question

@@ -85,6 +85,8 @@ class Segment:
 
     def split_into_blocks(self) -> "list[Segment]":
         """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
+        if self.block is None and not self.causal:
+            return [self]
         head = [self.slice_tokens(0, self.causal)] * (self.causal > 0)
         ends = [self.causal, *(end for end in self.block_ends if end > self.causal)]
         return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]

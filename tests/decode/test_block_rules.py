@@ -173,7 +173,7 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
         firsts = [(row, row.canvas.first_masked) for row in rows]
         now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
         for row, first in now:
-            assert row.shown_span == (first, first)
+            assert row.find_view().shown == (first, first)
             assert build_row_input(row).positions.tolist() == [first]
         given.append(now)
         return launch(runner, rows)
