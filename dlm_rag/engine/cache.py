@@ -162,12 +162,12 @@ class KVCache:
     def _locate(self, wanted: dict[Segment, None]) -> None:
         """Gives each segment its places; `_new` are those that have to run."""
         stats = self.cache_stats
-        kept = {segment: self.kept.get(segment) for segment in wanted}
-        self._seen = {segment: places for segment, places in kept.items() if places is not None}
+        held = {segment: self.kept.get(segment) for segment in wanted}
+        self._seen = {segment: places for segment, places in held.items() if places is not None}
         for segment in self._seen:
             self.kept.move_to_end(segment)
         stats.device_segments += len(self._seen)
-        for segment in [segment for segment, places in kept.items() if places is None]:
+        for segment in [segment for segment, places in held.items() if places is None]:
             self._new[segment] = self._take(len(segment.ids))
         self._seen |= self._new
         for segment, kept in self._find_stored([*self._new]).items():
