@@ -16,7 +16,8 @@ of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a m
 last two. In a data set, $NAME is an environment variable.
 
 Each cell is a `dlm-rag evaluate` of its own, one after another; workers=auto takes all GPUs. A cell that
-fails is reported, and the others continue. Run the same command again for the cells that are missing.
+fails is reported, and the others continue. Run the same command again for the cells that are missing, or
+whose files have changed.
 """
 
 import json
@@ -145,14 +146,16 @@ def split_words(key: str, text: str) -> list[str]:
 def run_cell(cell: Cell) -> str:
     """Evaluates a cell in a process of its own, which what it breaks breaks alone; the error, if any."""
     make_folder(cell.folder, "out=")
+    inputs = cell.list_inputs()
+    (cell.folder / CELL_FILE).unlink(missing_ok=True)  # its scores may be of other words, or files
     done = subprocess.run(
         [sys.executable, "-m", "dlm_rag", "evaluate", *cell.words],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
-    if done.returncode == 0:  # noted only now: until then scores that are there may be of other words
+    if done.returncode == 0:
         found = read_result(cell.folder).settings.values()
         failed = max(each.groups["all"]["failed"].mean for each in found)  # type: ignore[union-attr]
-        noted = {"words": cell.words, "failed": failed}
+        noted = {"words": cell.words, "inputs": inputs, "failed": failed}
         write_text_atomic(cell.folder / CELL_FILE, json.dumps(noted) + "\n")
         return f"{100 * failed:.2g} % of the questions failed, counted as wrong" if failed else ""
     said = [line for line in done.stderr.splitlines() if line.strip()]

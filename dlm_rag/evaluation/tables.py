@@ -1,5 +1,6 @@
 """Tables of an evaluation and of a benchmark's cells, and the picture of a sweep; results read again."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from dlm_rag.evaluation import compare
 from dlm_rag.evaluation.compare import GroupSummary, MetricsBySetting, SettingMetrics, SummaryBySetting
 from dlm_rag.evaluation.metrics import SCORE_METRICS, SHARE_METRICS, Estimate
 from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
+from dlm_rag.files.paths import open_atomic_file, read_file_state, write_text_atomic
 from dlm_rag.text import replace_control_chars
 
 COST_METRICS = ("forwards", "searches")
@@ -31,7 +32,7 @@ FAILURE_METRICS = {"failed": "failed %, counted as wrong", "exact_match": "exact
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
 MOSTLY = 0.5  # share of questions above which abstaining is what is to be said
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
-CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with
+CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with, and what they named
 HEADINGS = ("data set", "model", "seed", "policy", "questions", *OVERVIEW, "J/answer")
 NAMES = 4  # headings that tell cells apart
 
@@ -302,11 +303,20 @@ class Cell(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        return self.has_scores and not read_json_or_empty(self.folder / CELL_FILE).get("failed")
+        noted = read_json_or_empty(self.folder / CELL_FILE)
+        return self.has_scores and not noted.get("failed") and noted.get("inputs") == self.list_inputs()
 
     @property
     def name(self) -> str:
         return " ".join((self.dataset, self.model, f"seed {self.seed}"))
+
+    def list_inputs(self) -> list[list[Any]]:
+        """Each file that the words name, or that is in a folder which they name: path, size, time (ns)."""
+        texts = (text for word in self.words for text in (word, word.partition("=")[2]) if text)
+        paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path
+        named = {Path(path) for path in paths if os.path.exists(path)} - {self.folder}  # noqa: PTH110
+        files = {path for each in named for path in (each, *each.rglob("*"))}
+        return [[str(path), *read_file_state(path)[:2]] for path in sorted(files) if path.is_file()]
 
 
 def write_benchmark_table(out: Path, cells: Sequence[Cell], failed: Mapping[str, str]) -> None:

@@ -96,6 +96,19 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
         assert ("| static |" in (tmp_path / "out" / "table.md").read_text()) != fails
 
 
+def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch):
+    model, questions = tmp_path / "model", tmp_path / "q.jsonl"
+    model.mkdir()
+    words = {"models": {"m": f"--model {model}"}, "datasets": {"d": f"questions={questions}"}}
+    file = write_benchmark(tmp_path, settings=f"limit=5 ~nobody/x {'long' * 99}", **words)
+    for changed, ran in ((questions, 1), (None, 0), (questions, 1), (model / "config.json", 1), (None, 0)):
+        if changed is not None:
+            changed.write_text("{}\n" * (changed.exists() + 1))
+        fake = FakeEvaluate()
+        run(monkeypatch, file, tmp_path / "out", fake)
+        assert len(fake.ran) == ran
+
+
 def test_questions_that_ended_in_an_error_are_named_and_asked_again(tmp_path, monkeypatch):
     file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""})
     for lost, ran in ((0.25, 1), (0.0, 1), (0.0, 0)):
