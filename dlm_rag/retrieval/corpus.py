@@ -38,7 +38,7 @@ MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#[1-9][0-9]{0,5}\Z")  # of a part of a row, or of a file
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
-CONVERTED_CORPUS_VERSION = 13  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 14  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ _HTML_ENDS = dict.fromkeys(_HTML_BLOCKS, "\n\n") | dict.fromkeys(("li", "tr", "b
 _HTML_ENDS |= {"td": " ", "th": " "}
 # Around what a reader of a Word file sees, where python-docx does not look: insertions, controls, fields.
 _WORD_WRAPPERS = [f"{{*}}{n}" for n in "ins moveTo sdt sdtContent customXml smartTag fldSimple".split()]
+_WORD_NOTES = ("/word/footnotes.xml", "/word/endnotes.xml")
 _TEX_HEADING = re.compile(  # or what hides one: the first group is empty
     r"\\begin\{verbatim\}(?s:.*?)(?:\\end\{verbatim\}|\Z)|(?<!\\)(?:\\\\)*+%[^\n]*"
     r"|\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
@@ -253,13 +254,24 @@ def _read_html(path: Path) -> str:
 
 def _read_docx(path: Path) -> str:
     from docx import Document
-    from lxml.etree import strip_tags
+    from docx.oxml import parse_xml
+    from lxml.etree import strip_elements, strip_tags
 
     if sum(part.file_size for part in ZipFile(path).infolist()) > MAX_DOCUMENT_BYTES:
         raise CorpusError(f"{path}: it unpacks to more than {MAX_DOCUMENT_BYTES >> 20} MiB: leave it out")
     document: Any = Document(str(path))
     strip_tags(document.element, *_WORD_WRAPPERS)
-    return "\n".join(_list_word_texts(document))
+    strip_elements(document.element, "{*}Fallback", with_tail=False)  # a box once more, for old readers
+    parts = document.part.package.iter_parts()
+    notes = [parse_xml(part.blob) for part in parts if part.partname in _WORD_NOTES]
+    below = [text for each in notes for text in _list_plain_texts(each)]
+    return "\n".join((*_list_word_texts(document), *["\n# Notes\n"] * bool(below), *below))
+
+
+def _list_plain_texts(part: Any) -> list[str]:
+    """The paragraphs of what python-docx does not read: notes, a box of text."""
+    texts = ("".join(x.text or "" for x in p.iter("{*}t")) for p in part.iter("{*}p"))
+    return [f"\n{text}\n" for text in texts if text]
 
 
 def _list_word_texts(part: Any) -> Iterator[str]:
@@ -272,6 +284,8 @@ def _list_word_texts(part: Any) -> Iterator[str]:
             style = (item.style and item.style.name) or ""
             level = int(style[-1]) if re.fullmatch("Heading [1-6]", style) else style.startswith("Title")
             yield f"\n{'#' * level} {' '.join(item.text.split()) if level else item.text}\n"
+            for box in item._p.iter("{*}txbxContent"):
+                yield from _list_plain_texts(box)
 
 
 def _read_tex(path: Path) -> str:

@@ -93,6 +93,35 @@ def test_all_that_a_word_file_shows_is_read_once(tmp_path):
     assert read(tmp_path) == [("Rent and more", text)]
 
 
+BOX = "<w:txbxContent><w:p><w:r><w:t>Pets are allowed.</w:t></w:r></w:p></w:txbxContent>"
+NOTE = "<w:footnote><w:p><w:r><w:t>Since </w:t></w:r><w:r><w:t>May.</w:t></w:r></w:p></w:footnote>"
+
+
+def test_boxes_and_notes_of_a_word_file_are_read_once(tmp_path):
+    docx = pytest.importorskip("docx")
+    from docx.opc.packuri import PackURI
+    from docx.opc.part import Part
+
+    names = " ".join(f'xmlns:{name}="http://schemas/{name}"' for name in ("mc", "wps", "v"))
+    names += f" {docx.oxml.ns.nsdecls('w')}"
+    word = docx.Document()
+    word.add_heading("Rent", 1)
+    drawn = (
+        f"<w:r {names}><mc:AlternateContent><mc:Choice>{BOX}</mc:Choice><mc:Fallback>{BOX}</mc:Fallback>"
+    )
+    held = word.add_paragraph("The rent is 900 euros.")._p
+    drawn = f"<w:r {names}><mc:AlternateContent>{drawn}</mc:AlternateContent></w:r>"
+    held.append(docx.oxml.parse_xml(drawn))
+    word.add_heading("Garden", 1)
+    word.add_paragraph("It is shared.")
+    blob = f"<w:footnotes {names}>{NOTE}</w:footnotes>".encode()
+    part = Part(PackURI("/word/footnotes.xml"), "application/xml", blob, word.part.package)
+    word.part.relate_to(part, f"{docx.opc.constants.RELATIONSHIP_TYPE.FOOTNOTES}")
+    word.save(str(tmp_path / "a.docx"))
+    passages = [("Rent", "The rent is 900 euros.\n\nPets are allowed."), ("Garden", "It is shared.")]
+    assert read(tmp_path) == [*passages, ("Notes", "Since May.")]
+
+
 @pytest.mark.parametrize(
     ("page", "passages"),
     [
