@@ -11,7 +11,6 @@
     dlm-rag serve              answer questions over HTTP (OpenAI's API) and in a browser
     dlm-rag data               download the field's data sets by name
     dlm-rag index              build the index of a corpus, on this machine or in Milvus
-    dlm-rag encode             compute keys and values of a corpus ahead of time
     dlm-rag retrieve-server    offer a corpus for search over HTTP
     dlm-rag profile            profile a run: where the time went
     dlm-rag doctor             check this machine, and how to fix what does not work
@@ -30,11 +29,10 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
     "sample", "chat", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data",
-    "index", "encode", "retrieve-server", "profile", "doctor",
+    "index", "retrieve-server", "profile", "doctor",
 )  # fmt: skip
 OTHER_HOMES = {
-    "chat": "serve:chat", "page": "sample:page", "encode": "index:encode",
-    "retrieve-server": "serve:retrieve_server",
+    "chat": "serve:chat", "page": "sample:page", "retrieve-server": "serve:retrieve_server",
 }  # fmt: skip
 
 

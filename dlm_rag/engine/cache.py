@@ -208,14 +208,6 @@ class KVCache:
         aside.copy_(kept, non_blocking=True)
         return aside, torch.cuda.current_stream(kept.device).record_event()
 
-    @torch.inference_mode()
-    def encode(self, segments: Sequence[Segment]) -> None:
-        """Runs segments that see themselves alone in a call of their own, and keeps them."""
-        self._give_up()
-        self._locate(dict.fromkeys(segments))
-        self._run_new()
-        self.store_computed()
-
     def _run_new(self) -> None:
         """Runs the new segments in calls of their own, some at a time."""
         ends = accumulate(len(segment.ids) for segment in self._new)

@@ -53,7 +53,7 @@ class EvidenceStore:
     def __init__(self, folder: Path, context: str, token: Tensor) -> None:
         self.folder = folder
         self._context, self._token = blake3(context.encode()).hexdigest(), token
-        self.written_bytes, self.damaged_entries = 0, 0  # by this process
+        self.damaged_entries = 0  # that this process has met
         self.is_full = False  # whether the disk has no room for an entry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
@@ -62,9 +62,6 @@ class EvidenceStore:
     def get_all(self, segments: Sequence[Segment]) -> list[Tensor | None]:
         """Returns what `get` does of each of these, which are read in threads."""
         return [*self._readers.map(self.get, segments)]
-
-    def __contains__(self, segment: Segment) -> bool:
-        return self.path(segment).exists()
 
     def add(self, segment: Segment, kept: Tensor, ready: torch.cuda.Event | None = None) -> None:
         """Writes an entry in a thread of its own; `kept` lies in host memory and no longer changes.
@@ -128,9 +125,8 @@ class EvidenceStore:
             kept = kept.contiguous()
             checksum = torch.tensor(_checksum(path, kept), dtype=torch.uint8)
             # Not forced to the disk: after a power cut the checksum tells what is missing.
-            size = scratch.write_bytes(save({"keys_values": kept, "blake3": checksum}))
+            scratch.write_bytes(save({"keys_values": kept, "blake3": checksum}))
             scratch.replace(path)
-            self.written_bytes += size
         except (FileExistsError, NotADirectoryError):
             log.warning("%s is no folder: the entries of its name are not kept", path.parent)
         except OSError as error:

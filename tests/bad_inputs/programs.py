@@ -114,10 +114,6 @@ CASES = [
         ("set retrieval.method=dense, not bm25", f"--corpus nowhere.jsonl --to {NO_MILVUS}"),
         ("cannot be searched: Connection refused", f"--corpus no.jsonl --to {NO_MILVUS} retrieval.method=dense"),
     ),
-    *table("encode --model model --corpus corpus.jsonl model.evidence_layout=independent",
-        ("engine.store=FOLDER",),
-        ("engine.store=corpus.jsonl cannot be a folder", "engine.store=corpus.jsonl"),
-    ),
     # Synthesis.
     *table(DECODED_ROWS,
         ("synthesis needs --out FOLDER",),

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,15 @@ from safetensors.torch import save
 from dlm_rag.config import EngineConfig
 from dlm_rag.config.sections import GENERATION_FILE
 from dlm_rag.engine import store as evidence_store
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.store import EvidenceStore, open_evidence_store
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.tokenizer import Tokenizer
+from tests.support.attention import ragged_kernel
+from tests.support.decoding import rollout_records
 from tests.support.processes import wait_until
 from tests.support.tiny_models import tiny_denoiser
 
@@ -216,7 +222,7 @@ def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, che
 
     def is_there(path, **changes):
         other = Denoiser.from_pretrained(path, **changes)
-        return segment(1) in open_store(tmp_path, other)
+        return open_store(tmp_path, other).path(segment(1)).exists()
 
     abstaining = tmp_path / "abstaining"
     tiny_denoiser(evidence_layout="independent", abstain="answer").save_pretrained(abstaining)
@@ -262,3 +268,35 @@ def test_weights_that_changed_are_refused(tmp_path, checkpoint, change):
         open_store(tmp_path, denoiser)
     with pytest.raises(ConfigError, match="of no checkpoint"):
         open_store(tmp_path, tiny_denoiser())
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("memory", [nullcontext, ragged_kernel], ids=["by row", "gathered"])
+def test_a_second_decoder_encodes_nothing_and_gives_the_same_tokens(
+    tmp_path, checkpoint, corpus_file, memory, cache_dtype
+):
+    store = tmp_path / "store"
+    tokenizer = Tokenizer.from_pretrained(checkpoint, "independent")
+    retriever = load_retriever(corpus_file, top_k=3)
+
+    def decode(**settings):
+        engine = EngineConfig(cache_dtype=cache_dtype, **settings)
+        denoiser = Denoiser.from_pretrained(checkpoint)
+        decoder = Decoder(denoiser, retriever, tokenizer, None, "independent", engine)
+        found = rollout_records(decoder.decode(["Who wrote Emma?", "Who was born in Tacoma?"]))
+        if decoder.model_runner.cache.store is not None:
+            decoder.model_runner.cache.store.flush()
+        return found, decoder
+
+    with memory():
+        plain, _ = decode()
+        first, writer = decode(store=str(store))
+        second, reader = decode(store=str(store))
+    assert plain == first == second
+    written, read = writer.model_runner.cache_stats, reader.model_runner.cache_stats
+    assert written.encoded_segments == read.store_segments == len([*store.glob("??/*.safetensors")]) > 3
+    assert not written.store_segments and not read.encoded_segments and not read.encoded_tokens
+    assert f"{read.store_segments} from files" in reader.describe()
+    step(reader.denoiser)
+    with pytest.raises(ConfigError, match="have changed since"):
+        reader.model_runner.reset_cache()
