@@ -70,7 +70,10 @@ _ANSWER_PHRASE = re.compile(
 _NO_ANSWER = re.compile(  # in small letters, for names and titles begin so with large ones
     r"[ \t*_]*(?:not|(?:\w{2,12}ly|well|also)[ \t]\w{3,12}ed|based|found|given|taken"
     r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|(?:in)?correct|right|wrong"
-    r"|clear|consistent|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b"
+    r"|clear|consistent|because|as[ \t]follows|nicht|pas|không|לא|ليس"
+    r"|(?:\w{3,9}(?:ided|rred)|shown|written|known|present|available|evident|obvious|helpful|unclear|only"
+    r"|accurate|complete|straightforward|high|easy|above)"
+    r"(?=[ \t*_]*(?:[.,;!\n]|\Z)|[ \t](?:in|by|from|and|to|for|here|above|at)\b))\b"
     r"|[ \t]*(?:不[在是知能明清确確包详詳会會存]|未[知提给給找]|没|[無无][法此相])"
 )
 _HASHES = re.compile(r"#{3,}")
@@ -231,8 +234,12 @@ def _blank_reasoning(response: str) -> tuple[str, bool]:
 def _find_marks(text: str) -> list[_Mark]:
     """The marks of answers, in order; headings of sections only where nothing else marks an answer."""
     marks, headings, begin, last = list[_Mark](), list[_Mark](), 0, len(text.rstrip())
+    rows = (row for form in (_ANSWER_ROW, _FINISH) for row in form.finditer(text))
+    others = [*_find_boxes(text), *_find_answer_tags(text)]
+    others += (_Mark(row.start(), *row.span(1)) for row in rows)
     for line in text.splitlines(keepends=True):
-        if marks and _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
+        answered = marks or headings or any(each.begin < begin for each in others)
+        if answered and _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
             break
         start, begin, bare = begin, begin + len(line), len(line.rstrip())
         label = _ANSWER_LINE.match(line)
@@ -256,15 +263,14 @@ def _find_marks(text: str) -> list[_Mark]:
             said = _Mark(start + found.start(), start + found.end(), len(text))
             if not _STEP.match(line, found.end()):
                 heads = begin < last and not line[: found.start()].strip()
-                (headings if heads else marks).append(said)
-    marks += (each for each in (*_find_boxes(text), *_find_answer_tags(text)) if each.begin < begin)
-    rows = (row for form in (_ANSWER_ROW, _FINISH) for row in form.finditer(text))
-    marks += (_Mark(row.start(), *row.span(1)) for row in rows)
+                if not (heads and _SECTION_NAME.match(text, said.start)):
+                    (headings if heads else marks).append(said)
+    marks += (each for each in others if each.begin < begin)
     marks = [each for each in marks if each.start < last]
     in_json = text.lstrip("`json \t\r\n").startswith("{")
     if in_json and (keyed := [each for each in marks if each.keyed]):
         return keyed  # whatever other texts of the object say
-    if not marks and len(headings) == 1 and not _SECTION_NAME.match(text, headings[0].start):
+    if not marks and len(headings) == 1:
         return headings
     return sorted(marks)
 

@@ -188,7 +188,7 @@ class Rollout(NamesRemedy):
     @property
     def answer(self) -> str:
         """The answer; empty if the response has none or the model abstains."""
-        return "" if self.abstain_reason else self.written_answer
+        return "" if self.error or self.abstain_reason else self.written_answer
 
     @property
     def written_answer(self) -> str:

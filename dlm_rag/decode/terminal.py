@@ -220,7 +220,7 @@ class RunTotals:
         and a summary: questions, forwards and tokens, share of each stage, backend, energy."""
         wall_seconds = self.wall_seconds = perf_counter() - self._start - self.paused_seconds
         record = reading.to_record()
-        self.energy = record and record | {"answers": self.answers}
+        self.energy = record and record | {"answers": self.answers - self.failed}
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)

@@ -113,6 +113,27 @@ def test_a_whole_response_is_its_first_line(response):
 TITLED = ["A*", "__init__", "<h1>", ".NET", "- 12 °C", "> 5 km", "5' 7\"", "^[a-z]+$", "Emma [23]", "(a)"]
 
 
+@pytest.mark.parametrize(
+    "said", ["<answer>{}</answer>", "She: \\boxed{{{}}}.", "It is known.\n### {}", "Finish[{}]", "#### {}"]
+)
+def test_what_a_base_model_asks_itself_behind_an_answer_is_not_read(said):
+    for again in (said.format("James Joyce"), "Answer: James Joyce"):
+        response = f"{said.format('Jane Austen')}\n\nQuestion: Who wrote Ulysses?\n{again}"
+        assert response[slice(*find_answer_span(response))] == "Jane Austen"
+
+
+@pytest.mark.parametrize(
+    "remark",
+    [
+        "The answer is provided in passage 2.", "The answer is inferred from Document 1.",
+        "I hope the answer is helpful.", "My confidence in the answer is high.", "The answer is above.",
+    ],
+)  # fmt: skip
+def test_a_remark_on_the_answer_is_none(remark):
+    response = f"### Jane Austen\n{remark}"
+    assert response[slice(*find_answer_span(response))] == "Jane Austen"
+
+
 @pytest.mark.parametrize("answer", TITLED)
 def test_signs_of_an_answer_that_is_copied_are_part_of_it(answer):
     for response in (f"Emma ### {answer}", f"Emma; Night Ferry ###  {answer}.\n", f'C# ### "{answer}"'):

@@ -25,7 +25,7 @@ from dlm_rag.tokenizer import Tokenizer
 from tests.support.attention import ragged_kernel
 from tests.support.decoding import rollout_records
 from tests.support.processes import wait_until
-from tests.support.tiny_models import tiny_denoiser
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 TOKEN = torch.empty(2, 2, 1, 2, 8)
 
@@ -202,7 +202,8 @@ def test_two_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    tiny_denoiser(evidence_layout="independent").save_pretrained(tmp_path / "model")
+    tiny_denoiser(evidence_layout="independent").save_pretrained(tmp_path / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
