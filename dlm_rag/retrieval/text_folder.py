@@ -2,7 +2,6 @@
 LaTeX files are read as Markdown: `pip install 'dlm_rag[documents]'`."""
 
 import hashlib
-import json
 import logging
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import yaml
+
 from dlm_rag.errors import CorpusError, translate_failures
 from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import digest_file
@@ -24,13 +25,16 @@ TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
 # Characters from which a passage may end, and at most: 80 to 120 words, which shipped models read whole.
 PASSAGE_LENGTH_CHARS = (500, 700)
 # From its beginning alone: tried at every character, it would take the square of the length of a line.
-_LONG_RUN = re.compile(rf"(?<![^\n.!?])[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
+_ENDS = "\n.!?。！？।؟"
+_LONG_RUN = re.compile(rf"(?<![^{_ENDS}])[^{_ENDS}]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
-_PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}", re.DOTALL)
+_PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}\s|.{1,200000}", re.DOTALL)
+_LINE_MARK = re.compile(r"[\s>|#`]|[-*+•][ \t]|\d{1,3}[.)][ \t]")  # of lists, tables, code: no prose
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
     r"^ {0,3}(?P<level>#{1,6})[ \t]+(?P<title>[^\n]+)$"
     r"|^ {0,3}(?P<fence>`{3,}+(?![^\n]*`)|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
+    r"|<!--.*?(?:-->|\Z)|^<pre\b.*?(?:</pre>|\Z)"
     r"|^<(?P<tag>h[1-6])\b[^<>\n]{0,200}>(?P<tagged>[^\n]{1,300}?)</(?P=tag)>[ \t]*$"
     r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?P<line>=+|-{2,})[ \t]*$",
     re.MULTILINE | re.DOTALL,
@@ -41,10 +45,14 @@ _HEADING_MARKUP = re.compile(
     r"|(?<!\w)(?P<mark>\*{1,3}|_{1,3}|`{1,2})(?=\S)(?P<marked>[^\n*_`]{1,200})(?<=\S)(?P=mark)(?!\w)"
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
+# What begins a line of other formats as a heading does, and is none; `HEADING` is before theirs.
+_HASH, HEADING = re.compile(r"(?m)^( {0,3})(?=#{1,6}[ \t])"), "\1"
+_ESCAPED_HASH = re.compile(r"(?m)^( {0,3})\\(?=#)")
 _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
 # Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
-    r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}[ \t]*[\w\"'-]{1,60}[ \t]*[:=])"
+    r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}"
+    r"[ \t]*[\w\"'-]{1,60}(?: [\w\"'-]{1,30}){0,2}[ \t]*[:=])"
     r"(?:---[ \t]*\n(?>(?:[ \t#\-\]}][^\n]*|[^\s#\-\]}][^\n]{0,60}?:(?!\S)[^\n]*)?\n){0,2000}?"
     r"(?:---|\.\.\.)"
     r"|\+\+\+[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\+\+\+|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
@@ -57,6 +65,8 @@ _FRONT_TITLE = re.compile(
 )
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
+_HYPHENATED = re.compile(r"(\w+(?<=[^\W\d_]))-[ \t]*\n(?=[^\W\d_A-ZÀ-Þ])(\w+)")  # at the end of a line
+_LATIN = re.compile(rb"(?i)charset\s{0,3}=\s{0,3}[\"']?(?:iso-?8859-?1|latin-?1|(?:us-)?ascii)\b")
 _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "title")
 _HTML_BLOCKS = "p div section article main header aside address form ul ol table blockquote pre".split()
 _HTML_BLOCKS += "figure figcaption details summary option textarea".split()
@@ -68,8 +78,16 @@ _WORD_NOTES = ("/word/footnotes.xml", "/word/endnotes.xml")
 _TEX_HEADING = re.compile(  # or what hides one: the first group is empty
     r"\\begin\{verbatim\}(?s:.*?)(?:\\end\{verbatim\}|\Z)|(?<!\\)(?:\\\\)*+%[^\n]*"
     r"|\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
-    r"\{((?:[^{}\n]|\{[^{}\n]{0,100}\}){1,300})\}"
+    r"\{((?:[^{}]|\{[^{}\n]{0,100}\}){1,300})\}"
 )
+_TEX_CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted)\}(?:\[[^\[\]\n]{0,300}\])?(?:\{\w{1,30}\})?")
+_TEX_ADDRESS = re.compile(r"\\(url|href)\s?\{([^{}\n]{0,2000})\}")
+_TEX_MACRO = re.compile(  # without arguments
+    r"\\(?:re)?newcommand\*?\s?\{?(\\[A-Za-z]{1,30})\}?\s?\{((?:[^{}]|\{[^{}]{0,60}\}){0,60})\}"
+)
+_TEX_NAME = re.compile(r"(\\[A-Za-z]{1,30})(?:\{\})?")
+_TEX_TEXTS = "texttt textsf textmd textup mbox author date".split()  # whose text is read
+MAX_TEX_CHARS = 2**22  # of a source whose own macros are read: each is 60 times as long at most
 _TEX_LEVELS = ("title", "chapter", "section", "subsection", "subsubsection", "paragraph")
 
 
@@ -132,32 +150,44 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
         if markdown and (front := _FRONT_MATTER.match(text)):
             text = text[front.end() :]
             given = _FRONT_TITLE.search(front[0])
-            own = normalize_whitespace(given[given.lastgroup or 0].replace("''", "'")) if given else ""
+            own = given[given.lastgroup or 0].replace("''", "'") if given else ""
             if given and given["double"]:
-                own = own[1:-1]
-                with suppress(ValueError):  # an escape that JSON does not know is kept
-                    own = json.loads(f'"{own}"').encode(errors="replace").decode()
-            own = "" if own in ("~", "null") else own.strip()
+                own, quoted = own[1:-1], own
+                with suppress(yaml.YAMLError):  # an escape that YAML does not know is kept
+                    own = yaml.safe_load(quoted).encode(errors="replace").decode()
+            own = "" if own in ("~", "null") else normalize_whitespace(own)
         for heading, body in _split_sections(text, own) if markdown else [("", text)]:
-            for passage in split_passages(body, markdown):
+            for passage in split_passages(body):
                 count += 1
-                title = heading or own or Path(name).stem
-                yield str(path), {"id": f"{name}#{count}", "title": title, "contents": passage}
+                title, said = heading or own or Path(name).stem, passage
+                if markdown:
+                    said = _ESCAPED_HASH.sub(r"\1", said)
+                yield str(path), {"id": f"{name}#{count}", "title": title, "contents": said}
         if not count:
             unread[name] = "it holds no text"
     if faults and len(unread) == len(files):
         raise faults[0]
 
 
-def split_passages(text: str, markdown: bool = False) -> list[str]:
+def split_passages(text: str) -> list[str]:
     """A text in passages of at most `PASSAGE_LENGTH_CHARS`."""
-    from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    from semantic_text_splitter import TextSplitter  # that for Markdown splits sentences at emphasis
 
     # What goes on for longer than a passage, in lines, and a long text in parts: the splitter takes the
     # square of their lengths.
-    wrapped = _LONG_RUN.sub(lambda run: _PIECE.sub(r"\g<0>\n", run[0]), text)
-    splitter = (MarkdownSplitter if markdown else TextSplitter)(PASSAGE_LENGTH_CHARS)
+    joined = "".join(map(_join_lines, re.split(r"(\n[ \t]*\n)", text)))
+    wrapped = _LONG_RUN.sub(lambda run: _PIECE.sub(r"\g<0>\n", run[0]), joined)
+    splitter = TextSplitter(PASSAGE_LENGTH_CHARS)
     return [passage for part in _PART.findall(wrapped) for passage in splitter.chunks(part)]
+
+
+def _join_lines(block: str) -> str:
+    """Joins the lines of a long block of prose that were broken at some width: most go on in small letters.
+    Else passages would end with lines, within sentences."""
+    _, *others = lines = block.split("\n")
+    small, long = sum(line[:1].islower() for line in others), len(block) > PASSAGE_LENGTH_CHARS[1]
+    is_prose = long and 2 * small > len(others) and len(block) > 30 * len(lines)
+    return " ".join(lines) if is_prose and not any(map(_LINE_MARK.match, lines)) else block
 
 
 def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
@@ -209,6 +239,8 @@ def read_document(path: Path) -> str:
         for package in ("pypdf", "bs4.dammit", "pylatexenc"):  # else they log a line for each oddity
             logging.getLogger(package).setLevel(logging.ERROR)
         text = _READERS[suffix][1](path)
+        if suffix != ".pdf":
+            text = _HASH.sub(r"\1\\", text).replace(HEADING, "")
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
@@ -216,7 +248,19 @@ def read_document(path: Path) -> str:
 def _read_pdf(path: Path) -> str:
     from pypdf import PdfReader
 
-    return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
+    return join_words("\n\n".join(page.extract_text() for page in PdfReader(path).pages))
+
+
+def join_words(text: str) -> str:
+    """A text whose words were broken at the ends of lines, with these whole. A hyphen stays where the text
+    has the parts as words, and not the whole ("well-known")."""
+    words = {*re.findall(r"\w+", _HYPHENATED.sub(" ", text).casefold())}
+
+    def join(found: re.Match[str]) -> str:
+        whole, parts = found[1] + found[2], {found[1].casefold(), found[2].casefold()}
+        return f"{found[1]}-{found[2]}" if parts <= words and whole.casefold() not in words else whole
+
+    return _HYPHENATED.sub(join, re.sub("\u00ad[ \t]*\n?", "", text))
 
 
 def _read_html(path: Path) -> str:
@@ -226,9 +270,11 @@ def _read_html(path: Path) -> str:
     data = path.read_bytes()
     # UTF-8 is tried before what the page says and before a guess, unless it looks like UTF-16 or ISO-2022.
     encoding = None if b"\0" in data or b"\x1b" in data else "utf-8"
+    if encoding and _LATIN.search(data, 0, 4096) and not is_utf8(data):
+        encoding = "cp1252"  # which browsers take for it, as the standard says
     page: Any = BeautifulSoup(data, "html.parser", from_encoding=encoding)
     title = " ".join(page.title.get_text().split()) if page.title else ""
-    found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
+    found, opened = [f"{HEADING}# {title}\n\n" * bool(title)], [(page, iter(page.children))]
     heading, begin = None, 0
     while opened:  # changes of the tree would take the square of its size
         tag, children = opened[-1]
@@ -238,7 +284,8 @@ def _read_html(path: Path) -> str:
             opened.pop()
             if heading and tag is heading:
                 heading, said = None, "".join(found[begin:]).split()
-                found[begin:] = [f"\n\n{'#' * int(tag.name[1])} {' '.join(said)}\n\n" * bool(said)]
+                level = HEADING + "#" * int(tag.name[1])
+                found[begin:] = [f"\n\n{level} {' '.join(said)}\n\n" * bool(said)]
         elif not isinstance(node, Tag | PreformattedString):  # the latter: a comment, say
             found.append(re.sub(r"\s+", " ", node))
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
@@ -250,6 +297,12 @@ def _read_html(path: Path) -> str:
             if heading is None and re.fullmatch("h[1-6]", node.name):
                 heading, begin = node, len(found)
     return "".join(found)
+
+
+def is_utf8(data: bytes) -> bool:
+    with suppress(UnicodeDecodeError):
+        return bool(data.decode()) or True
+    return False
 
 
 def _read_docx(path: Path) -> str:
@@ -265,7 +318,7 @@ def _read_docx(path: Path) -> str:
     parts = document.part.package.iter_parts()
     notes = [parse_xml(part.blob) for part in parts if part.partname in _WORD_NOTES]
     below = [text for each in notes for text in _list_plain_texts(each)]
-    return "\n".join((*_list_word_texts(document), *["\n# Notes\n"] * bool(below), *below))
+    return "\n".join((*_list_word_texts(document), *[f"\n{HEADING}# Notes\n"] * bool(below), *below))
 
 
 def _list_plain_texts(part: Any) -> list[str]:
@@ -282,8 +335,10 @@ def _list_word_texts(part: Any) -> Iterator[str]:
                 yield " | ".join("\n".join(_list_word_texts(cell)).strip() for cell in cells)
         else:
             style = (item.style and item.style.name) or ""
-            level = int(style[-1]) if re.fullmatch("Heading [1-6]", style) else style.startswith("Title")
-            yield f"\n{'#' * level} {' '.join(item.text.split()) if level else item.text}\n"
+            numbered = re.fullmatch("Heading ([1-6])", style)
+            level = min(6, 1 + int(numbered[1])) if numbered else style.startswith("Title")
+            mark = HEADING + "#" * level + " " if level else ""
+            yield f"\n{mark}{' '.join(item.text.split()) if level else item.text}\n"
             for box in item._p.iter("{*}txbxContent"):
                 yield from _list_plain_texts(box)
 
@@ -302,17 +357,25 @@ def _read_tex(path: Path) -> str:
         source = data.decode("latin-1")  # of older sources
     title = next((found for found in _TEX_HEADING.finditer(source) if found[1]), None)
     body = (source.partition(r"\begin{document}")[2] or source).replace(r"\maketitle", "")
+    if len(source) <= MAX_TEX_CHARS:
+        own = {found[1]: found[2] for found in _TEX_MACRO.finditer(source)}
+        body = _TEX_NAME.sub(lambda found: own.get(found[1], found[0]), _TEX_MACRO.sub("", body))
+    body = _TEX_CODE.sub(r"\\\1{verbatim}", body)
+    body = _TEX_ADDRESS.sub(lambda m: m[0].replace("%", r"\%") if m[1] == "url" else "", body)
     if title and title[1] == "title":
         body = f"{title[0]}\n{body}"
-    # Marked before the macros go: a heading of LaTeX is a line of its own, which is all that is left of it.
-    marked = _TEX_HEADING.sub(
-        lambda m: f"\n\nHEADING{_TEX_LEVELS.index(m[1]) + 1} {m[2]}\n\n" if m[1] else m[0], body
-    )
+
+    def mark(found: re.Match[str]) -> str:
+        """A heading as a line of its own, which is all that is left of it once the macros go."""
+        level = found[1] and _TEX_LEVELS.index(found[1]) + 1
+        return f"\n\nHEADING{level} {' '.join(found[2].split())}\n\n" if level else found[0]
+
     context = tex.get_default_latex_context_db()
-    kept = [tex.MacroTextSpec("verb", keep)], [tex.EnvironmentTextSpec("verbatim", keep)]
+    texts = [tex.MacroTextSpec(name, "%s") for name in _TEX_TEXTS]
+    kept = [tex.MacroTextSpec("verb", keep), *texts], [tex.EnvironmentTextSpec("verbatim", keep)]
     context.add_context_category("kept", *kept, prepend=True)
-    plain = tex.LatexNodes2Text(context, math_mode="verbatim").latex_to_text(marked)
-    return re.sub(r"(?m)^ *HEADING(\d) ", lambda found: "#" * int(found[1]) + " ", plain)
+    plain = tex.LatexNodes2Text(context, math_mode="verbatim").latex_to_text(_TEX_HEADING.sub(mark, body))
+    return re.sub(r"(?m)^ *HEADING(\d) ", lambda found: HEADING + "#" * int(found[1]) + " ", plain)
 
 
 _READERS: dict[str, tuple[str, Callable[[Path], str]]] = {  # by suffix: the package, what reads

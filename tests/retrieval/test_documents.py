@@ -1,8 +1,16 @@
 """PDF, Word, HTML and LaTeX files in a folder of texts."""
 
+import textwrap
+
 import pytest
 
-from dlm_rag.retrieval.text_folder import describe_text_folder, list_document_suffixes, read_text_passages
+from dlm_rag.retrieval.text_folder import (
+    describe_text_folder,
+    join_words,
+    list_document_suffixes,
+    read_text_passages,
+    split_passages,
+)
 
 HTML = b"""<html><head><title>Novels</title><script>alert(1)</script></head><body><h1>Emma</h1>
 <p>A novel by <b>Jane</b>
@@ -93,6 +101,47 @@ def test_all_that_a_word_file_shows_is_read_once(tmp_path):
     assert read(tmp_path) == [("Rent and more", text)]
 
 
+def test_words_that_a_page_breaks_are_whole():
+    text = "The munici-\npality of Ed\u00ad\nwin is a well-\nknown one, known well, the North-\nEast."
+    assert (
+        join_words(text) == "The municipality of Edwin is a well-known one, known well, the North-\nEast."
+    )
+
+
+def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
+    said = [
+        "*Ann*'s town lies on the coast, since 1900.",
+        "Boats go there twice a week, and the last at six.",
+    ]
+    plain = " ".join(said * 12)
+    for text in (plain, textwrap.fill(plain, 72), "这座城市位于海岸。船每周去两次。" * 60):
+        parts = split_passages(text)
+        assert len(parts) > 1 and {part[-1] for part in parts} <= {".", "。"}
+        assert "".join("".join(parts).split()) == "".join(text.split())
+    rows = "\n".join(f"Line {n} says that Town{n} is one." for n in range(9000))
+    assert " ".join(split_passages(rows)).split() == rows.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "passages"),
+    [
+        ("a.html", "<h1>Set</h1><pre># get it\nrun</pre>", [("Set", "# get it run")]),
+        ("b.html", b'<meta charset="iso-8859-1"><p>\x93x\x94 \x80', [("b", "“x” €")]),
+        ("a.md", "---\ndate made: May\ntitle: Rent\n---\nx", [("Rent", "x")]),
+        ("b.md", '---\ntitle: "Malm\\xF6"\n---\nx', [("Malmö", "x")]),
+        ("c.md", "# A\n\nx\n\n<!--\n## Old\n-->\n\ny", [("A", "x\n\n<!--\n## Old\n-->\n\ny")]),
+        ("d.md", "# A\n\n\\# x", [("A", "# x")]),
+        ("a.tex", r"\newcommand{\us}{Kell}\section{A}\us{}, \texttt{x} by \mbox{6}", [("A", "Kell, x by 6")]),
+        ("b.tex", "\\section{A\nB}\n\\href{u}{the} \\url{a%20b} c", [("A B", "the <a%20b> c")]),
+        ("c.tex", "\\begin{minted}{c}\n# d % e\n\\end{minted}", [("c", "````\n# d % e\n````")]),
+    ],
+)  # fmt: skip
+def test_what_looks_like_markup_is_text_and_markup_none(name, text, passages, tmp_path):
+    pytest.importorskip("pylatexenc")
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read(tmp_path) == passages
+
+
 BOX = "<w:txbxContent><w:p><w:r><w:t>Pets are allowed.</w:t></w:r></w:p></w:txbxContent>"
 NOTE = "<w:footnote><w:p><w:r><w:t>Since </w:t></w:r><w:r><w:t>May.</w:t></w:r></w:p></w:footnote>"
 
@@ -106,9 +155,7 @@ def test_boxes_and_notes_of_a_word_file_are_read_once(tmp_path):
     names += f" {docx.oxml.ns.nsdecls('w')}"
     word = docx.Document()
     word.add_heading("Rent", 1)
-    drawn = (
-        f"<w:r {names}><mc:AlternateContent><mc:Choice>{BOX}</mc:Choice><mc:Fallback>{BOX}</mc:Fallback>"
-    )
+    drawn = f"<mc:Choice>{BOX}</mc:Choice><mc:Fallback>{BOX}</mc:Fallback>"
     held = word.add_paragraph("The rent is 900 euros.")._p
     drawn = f"<w:r {names}><mc:AlternateContent>{drawn}</mc:AlternateContent></w:r>"
     held.append(docx.oxml.parse_xml(drawn))
