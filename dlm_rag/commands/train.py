@@ -32,8 +32,9 @@ from dlm_rag.files.paths import make_folder
 from dlm_rag.machine import limit_cuda_allocator
 
 TRAIN_SETTINGS = (
-    "model", "-model.device_map", "prompt", "retrieval", "-retrieval.corpus", "-retrieval.url",
-    "-retrieval.timeout", "-retrieval.oracle", "decode", "engine", "train", "data", "plan", "out", "energy",
+    "model", "-model.device_map", "-model.dtype", "prompt", "retrieval", "-retrieval.corpus",
+    "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle", "decode", "engine", "train", "data",
+    "plan", "out", "energy",
 )  # fmt: skip
 
 

@@ -342,9 +342,9 @@ class Rollout(NamesRemedy):
         return {position: written[position] for position in self.final_tokens()}
 
     def count_steps_within(self, begin: int, end: int) -> int:
-        """Number of last steps in a row that committed tokens, all from `begin` to `end`."""
+        """Number of last steps in a row that committed a token from `begin` to `end`."""
         last = takewhile(
-            lambda step: step.committed and all(begin <= t.position < end for t in step.committed),
+            lambda step: any(begin <= token.position < end for token in step.committed),
             reversed(self.steps),
         )
         return sum(1 for _ in last)

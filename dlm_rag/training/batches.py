@@ -259,7 +259,7 @@ def make_masked_batch(
     dtypes = (np.int64, np.float32, np.bool_)
     counts = {
         "rows": float(len(examples)),
-        "tokens": float(sum(len(example.prompt) + len(example.target) for example in examples)),
+        "tokens": count_tokens(states),
         "supervised": float(len(supervised)),
         "divisor": float(divisor),
         "pointed": float(sum(known for _, _, known in supervised)),
@@ -272,6 +272,12 @@ def make_masked_batch(
         weights.pointer,
         counts,
     )
+
+
+def count_tokens(states: Sequence[LaidOutRow]) -> float:
+    """Tokens that go through the layers for these rows, those of a segment that they share once."""
+    shared = {segment for row in states for segment in row.context_segments}
+    return float(sum(len(run.ids) for run in (*shared, *(row.canvas_segment for row in states))))
 
 
 def lay_out_examples(examples: Sequence[Example], shape: DenoiserConfig, layout: str) -> list[LaidOutRow]:

@@ -38,7 +38,7 @@ from dlm_rag.randomness import pick_shuffled
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training import sources
-from dlm_rag.training.batches import Sums, lay_out_examples, sample_prompt_rows
+from dlm_rag.training.batches import Sums, count_tokens, lay_out_examples, sample_prompt_rows
 from dlm_rag.training.rewards import REWARDS, compute_advantages, compute_reward_parts
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 
@@ -75,7 +75,7 @@ class RolloutBuffer(NamedTuple):
         """As `Task` says."""
         return self.sums | {
             "rows": self.sums["rollouts"],
-            "tokens": float(sum(len(row.state.canvas_segment.ids) for row in self.rows)),
+            "tokens": count_tokens([row.state for row in self.rows]),
             "supervised": float(sum(len(row.candidates) for row in self.rows)),
             "divisor": (self.sums["rollouts"] + self.sums["failed"]) * STEPS_PER_ROLLOUT,
         }

@@ -197,6 +197,16 @@ def decode_committed(corpus, layout="independent", **settings):
     return [[[t.position for t in s.committed] for s in rollout.steps[1:]] for rollout in rollouts]
 
 
+@pytest.mark.parametrize("schedule", ["even", "rounded"])
+def test_no_block_takes_more_steps_than_its_schedule_has(corpus, schedule):
+    ahead = {"blocks_at_once": 2, "block_add_threshold": 0.25, "semi_complete_threshold": 0.25}
+    own = {"steps_per_block": 3, "commit_threshold": 1.0, "schedule": schedule} | ahead
+    for steps in decode_committed(corpus, shape={"block_grid": "canvas"}, **own):
+        took = [{position // BLOCK for position in committed} for committed in steps]
+        assert all(sum(block in blocks for blocks in took) <= 3 for block in range(24 // BLOCK))
+        assert any(len(blocks) > 1 for blocks in took)
+
+
 def test_blocks_join_and_wait_as_their_thresholds_say(corpus):
     """From what each step has committed: which blocks were open, and which of them had to commit."""
     n, joins, forces, waited, forced = 3, 0.5, 0.75, 0, 0

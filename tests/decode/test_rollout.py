@@ -20,7 +20,7 @@ def test_replay_shows_the_canvas_after_each_step():
 def test_an_edit_is_the_token_from_its_step_on():
     """And no commit, where the last steps that committed within a block are counted."""
     rollout = make_two_step_rollout()
-    assert [rollout.count_steps_within(*span) for span in ((0, 2), (1, 2), (2, 3))] == [2, 1, 0]
+    assert [rollout.count_steps_within(*span) for span in ((0, 2), (1, 2), (2, 3))] == [2, 2, 0]
     edited = (make_committed_token(0, 8, "w", 0.9),)
     rollout.steps.append(RolloutStep(3, None, ("c",), False, edited=edited))
     assert list(canvases_of(rollout, 9))[-1] == [8, 7, 9]

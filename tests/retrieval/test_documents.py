@@ -131,7 +131,7 @@ def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
         ("b.md", '---\ntitle: "Malm\\xF6"\n---\nx', [("Malmö", "x")]),
         ("c.md", "# A\n\nx\n\n<!--\n## Old\n-->\n\ny", [("A", "x\n\n<!--\n## Old\n-->\n\ny")]),
         ("d.md", "# A\n\n\\# x", [("A", "# x")]),
-        ("a.tex", r"\newcommand{\us}{Kell}\section{A}\us{}, \texttt{x} by \mbox{6}", [("A", "Kell, x by 6")]),
+        ("a.tex", r"\newcommand{\us}{Kell}\us{}, \texttt{x} by \mbox{6}", [("a", "Kell, x by 6")]),
         ("b.tex", "\\section{A\nB}\n\\href{u}{the} \\url{a%20b} c", [("A B", "the <a%20b> c")]),
         ("c.tex", "\\begin{minted}{c}\n# d % e\n\\end{minted}", [("c", "````\n# d % e\n````")]),
     ],

@@ -430,3 +430,21 @@ def test_the_command_of_a_card_can_be_pasted(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/x/train.py", *words])
     words.remove("--resume")
     assert shlex.split(make_train_command())[1:] == ["train.py", *words]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.evidence_layout=joint"], ["model.evidence_layout=independent"],
+        ["train.objective=rl", "train.prompts_per_step=2", "train.reward=forwards"],
+    ],
+    ids=["joint", "independent", "rl"],
+)  # fmt: skip
+def test_tokens_of_a_step_are_those_that_went_through_the_layers(tmp_path, words):
+    trainer = training.make_trainer(tmp_path, *words)
+    parts, before = trainer._take_parts(), trainer.denoiser.flop_count.tokens
+    trainer._run_backward(
+        parts, {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
+    )
+    run = trainer.denoiser.flop_count.tokens - before
+    assert sum(part.counts["tokens"] for part in parts) == run > 0
