@@ -46,7 +46,7 @@ _HEADING_MARKUP = re.compile(
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
 # What begins a line of other formats as a heading does, and is none; `HEADING` is before theirs.
-_HASH, HEADING = re.compile(r"(?m)^( {0,3})(?=#{1,6}[ \t])"), "\1"
+_HASH, HEADING = re.compile(r"(?m)^(?=#{1,6} )"), "\1"
 _ESCAPED_HASH = re.compile(r"(?m)^( {0,3})\\(?=#)")
 _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
 # Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
@@ -239,10 +239,9 @@ def read_document(path: Path) -> str:
         for package in ("pypdf", "bs4.dammit", "pylatexenc"):  # else they log a line for each oddity
             logging.getLogger(package).setLevel(logging.ERROR)
         text = _READERS[suffix][1](path)
-        if suffix != ".pdf":
-            text = _HASH.sub(r"\1\\", text).replace(HEADING, "")
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    return text if suffix == ".pdf" else _HASH.sub(r"\\", text).replace(HEADING, "")
 
 
 def _read_pdf(path: Path) -> str:
@@ -300,9 +299,11 @@ def _read_html(path: Path) -> str:
 
 
 def is_utf8(data: bytes) -> bool:
-    with suppress(UnicodeDecodeError):
-        return bool(data.decode()) or True
-    return False
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _read_docx(path: Path) -> str:

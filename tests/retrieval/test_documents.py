@@ -126,6 +126,7 @@ def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
     ("name", "text", "passages"),
     [
         ("a.html", "<h1>Set</h1><pre># get it\nrun</pre>", [("Set", "# get it run")]),
+        ("d.tex", "\\begin{verbatim}\n     # x\n\\end{verbatim}\n\\# y", [("d", "````\n# x\n````\n\n# y")]),
         ("b.html", b'<meta charset="iso-8859-1"><p>\x93x\x94 \x80', [("b", "“x” €")]),
         ("a.md", "---\ndate made: May\ntitle: Rent\n---\nx", [("Rent", "x")]),
         ("b.md", '---\ntitle: "Malm\\xF6"\n---\nx', [("Malmö", "x")]),
