@@ -71,8 +71,7 @@ _NO_ANSWER = re.compile(  # in small letters, for names and titles begin so with
     r"[ \t*_]*(?:not|(?:\w{2,12}ly|well|also)[ \t]\w{3,12}ed|based|found|given|taken"
     r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|(?:in)?correct|right|wrong"
     r"|clear|consistent|because|as[ \t]follows|nicht|pas|không|לא|ليس"
-    r"|(?:\w{3,9}(?:ided|rred)|shown|written|known|present|available|evident|obvious|helpful|unclear|only"
-    r"|accurate|complete|straightforward|high|easy|above)"
+    r"|(?:\w{3,9}(?:ided|rred)|shown|present|available|evident|obvious|helpful|unclear|accurate)"
     r"(?=[ \t*_]*(?:[.,;!\n]|\Z)|[ \t](?:in|by|from|and|to|for|here|above|at)\b))\b"
     r"|[ \t]*(?:不[在是知能明清确確包详詳会會存]|未[知提给給找]|没|[無无][法此相])"
 )
@@ -237,10 +236,13 @@ def _find_marks(text: str) -> list[_Mark]:
     rows = (row for form in (_ANSWER_ROW, _FINISH) for row in form.finditer(text))
     others = [*_find_boxes(text), *_find_answer_tags(text)]
     others += (_Mark(row.start(), *row.span(1)) for row in rows)
+    first = min((each.begin for each in others if text[each.start : each.stop].strip()), default=len(text))
     for line in text.splitlines(keepends=True):
-        answered = marks or headings or any(each.begin < begin for each in others)
-        if answered and _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
-            break
+        if _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
+            top = headings[-1].start if headings else begin
+            above = text[top : min(begin, top + 1000)]  # perhaps a heading and an empty line
+            if marks or first < begin or (above.count("\n") > 1 and "\n" not in above.strip()):
+                break
         start, begin, bare = begin, begin + len(line), len(line.rstrip())
         label = _ANSWER_LINE.match(line)
         labels = [label] if label else []

@@ -343,11 +343,8 @@ class Rollout(NamesRemedy):
 
     def count_steps_within(self, begin: int, end: int) -> int:
         """Number of last steps in a row that committed a token from `begin` to `end`."""
-        last = takewhile(
-            lambda step: any(begin <= token.position < end for token in step.committed),
-            reversed(self.steps),
-        )
-        return sum(1 for _ in last)
+        within = (any(begin <= t.position < end for t in step.committed) for step in reversed(self.steps))
+        return sum(takewhile(bool, within))
 
     def evidence_at(self, step: int) -> tuple[str, ...]:
         """Ids of the passages that were in context when the tokens of `step` were committed."""

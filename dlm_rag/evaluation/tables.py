@@ -304,7 +304,8 @@ class Cell(NamedTuple):
     @property
     def is_done(self) -> bool:
         noted = read_json_or_empty(self.folder / CELL_FILE)
-        return self.has_scores and not noted.get("failed") and noted.get("inputs") == self.list_inputs()
+        same = "inputs" not in noted or noted["inputs"] == self.list_inputs()
+        return self.has_scores and not noted.get("failed") and same
 
     @property
     def name(self) -> str:
@@ -312,7 +313,8 @@ class Cell(NamedTuple):
 
     def list_inputs(self) -> list[list[Any]]:
         """Each file that the words name, or that is in a folder which they name: path, size, time (ns)."""
-        texts = (text for word in self.words for text in (word, word.partition("=")[2]) if text)
+        written = "engine.store=", "retrieval.index_dir="  # by the cells themselves
+        texts = (word.partition("=")[2] or word for word in self.words if not word.startswith(written))
         paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path
         named = {Path(path) for path in paths if os.path.exists(path)} - {self.folder}  # noqa: PTH110
         files = {path for each in named for path in (each, *each.rglob("*"))}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -29,12 +30,13 @@ _ENDS = "\n.!?。！？।؟"
 _LONG_RUN = re.compile(rf"(?<![^{_ENDS}])[^{_ENDS}]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
 _PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}\s|.{1,200000}", re.DOTALL)
+_WITHIN = re.compile(r"[a-z0-9)][.!?] [^\W\d_a-z]")  # the end of a sentence within a line
 _LINE_MARK = re.compile(r"[\s>|#`]|[-*+•][ \t]|\d{1,3}[.)][ \t]")  # of lists, tables, code: no prose
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
     r"^ {0,3}(?P<level>#{1,6})[ \t]+(?P<title>[^\n]+)$"
     r"|^ {0,3}(?P<fence>`{3,}+(?![^\n]*`)|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
-    r"|<!--.*?(?:-->|\Z)|^<pre\b.*?(?:</pre>|\Z)"
+    r"|^ {0,3}<!--.*?(?:-->|\Z)|^<pre(?=[\s>]).*?(?:</pre>|\Z)"
     r"|^<(?P<tag>h[1-6])\b[^<>\n]{0,200}>(?P<tagged>[^\n]{1,300}?)</(?P=tag)>[ \t]*$"
     r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?P<line>=+|-{2,})[ \t]*$",
     re.MULTILINE | re.DOTALL,
@@ -45,14 +47,13 @@ _HEADING_MARKUP = re.compile(
     r"|(?<!\w)(?P<mark>\*{1,3}|_{1,3}|`{1,2})(?=\S)(?P<marked>[^\n*_`]{1,200})(?<=\S)(?P=mark)(?!\w)"
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
-# What begins a line of other formats as a heading does, and is none; `HEADING` is before theirs.
-_HASH, HEADING = re.compile(r"(?m)^(?=#{1,6} )"), "\1"
-_ESCAPED_HASH = re.compile(r"(?m)^( {0,3})\\(?=#)")
+# What begins a line of other formats as a heading does, and is none, gets `NO_HEADING`, theirs `HEADING`.
+_HASH, HEADING, NO_HEADING = re.compile(r"(?m)^(?=#{1,6} )"), "\1", "\2"
 _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
 # Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
     r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}"
-    r"[ \t]*[\w\"'-]{1,60}(?: [\w\"'-]{1,30}){0,2}[ \t]*[:=])"
+    r"[ \t]*[\w\"'-]{1,60}(?: [a-z][\w-]{0,30}){0,2}[ \t]*[:=])"
     r"(?:---[ \t]*\n(?>(?:[ \t#\-\]}][^\n]*|[^\s#\-\]}][^\n]{0,60}?:(?!\S)[^\n]*)?\n){0,2000}?"
     r"(?:---|\.\.\.)"
     r"|\+\+\+[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\+\+\+|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
@@ -65,8 +66,8 @@ _FRONT_TITLE = re.compile(
 )
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
-_HYPHENATED = re.compile(r"(\w+(?<=[^\W\d_]))-[ \t]*\n(?=[^\W\d_A-ZÀ-Þ])(\w+)")  # at the end of a line
-_LATIN = re.compile(rb"(?i)charset\s{0,3}=\s{0,3}[\"']?(?:iso-?8859-?1|latin-?1|(?:us-)?ascii)\b")
+_HYPHENATED = re.compile(r"(?<!\w)(\w++)(?<=[^\W\d_])-[ \t]*\n(?=[^\W\d_A-ZÀ-Þ])(\w+)")  # at a line's end
+_AFTER_HYPHEN = frozenset("and or to und oder bis et ou y o e".split())  # "pre- and post-war"
 _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "title")
 _HTML_BLOCKS = "p div section article main header aside address form ul ol table blockquote pre".split()
 _HTML_BLOCKS += "figure figcaption details summary option textarea".split()
@@ -81,13 +82,8 @@ _TEX_HEADING = re.compile(  # or what hides one: the first group is empty
     r"\{((?:[^{}]|\{[^{}\n]{0,100}\}){1,300})\}"
 )
 _TEX_CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted)\}(?:\[[^\[\]\n]{0,300}\])?(?:\{\w{1,30}\})?")
-_TEX_ADDRESS = re.compile(r"\\(url|href)\s?\{([^{}\n]{0,2000})\}")
-_TEX_MACRO = re.compile(  # without arguments
-    r"\\(?:re)?newcommand\*?\s?\{?(\\[A-Za-z]{1,30})\}?\s?\{((?:[^{}]|\{[^{}]{0,60}\}){0,60})\}"
-)
-_TEX_NAME = re.compile(r"(\\[A-Za-z]{1,30})(?:\{\})?")
+_TEX_ADDRESS = re.compile(r"\\(?:url|href)\s?\{[^{}\n]{0,2000}\}")  # in which % is no comment
 _TEX_TEXTS = "texttt textsf textmd textup mbox author date".split()  # whose text is read
-MAX_TEX_CHARS = 2**22  # of a source whose own macros are read: each is 60 times as long at most
 _TEX_LEVELS = ("title", "chapter", "section", "subsection", "subsubsection", "paragraph")
 
 
@@ -154,14 +150,13 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
             if given and given["double"]:
                 own, quoted = own[1:-1], own
                 with suppress(yaml.YAMLError):  # an escape that YAML does not know is kept
-                    own = yaml.safe_load(quoted).encode(errors="replace").decode()
+                    own = yaml.safe_load(quoted)
+                own = own.encode(errors="replace").decode()
             own = "" if own in ("~", "null") else normalize_whitespace(own)
         for heading, body in _split_sections(text, own) if markdown else [("", text)]:
             for passage in split_passages(body):
                 count += 1
-                title, said = heading or own or Path(name).stem, passage
-                if markdown:
-                    said = _ESCAPED_HASH.sub(r"\1", said)
+                title, said = heading or own or Path(name).stem, passage.replace(NO_HEADING, "")
                 yield str(path), {"id": f"{name}#{count}", "title": title, "contents": said}
         if not count:
             unread[name] = "it holds no text"
@@ -182,12 +177,16 @@ def split_passages(text: str) -> list[str]:
 
 
 def _join_lines(block: str) -> str:
-    """Joins the lines of a long block of prose that were broken at some width: most go on in small letters.
-    Else passages would end with lines, within sentences."""
-    _, *others = lines = block.split("\n")
-    small, long = sum(line[:1].islower() for line in others), len(block) > PASSAGE_LENGTH_CHARS[1]
-    is_prose = long and 2 * small > len(others) and len(block) > 30 * len(lines)
-    return " ".join(lines) if is_prose and not any(map(_LINE_MARK.match, lines)) else block
+    """Joins the lines of a long block of prose, whose sentences would be cut where its lines end: sentences
+    end within lines, most lines begin small, and none had room for the first word of the next."""
+    lines = block.split("\n")
+    if len(block) <= PASSAGE_LENGTH_CHARS[1] or any(map(_LINE_MARK.match, lines)):
+        return block
+    width = 0.9 * max(map(len, lines))
+    pairs = [(len(line) + 1 + len(after.partition(" ")[0]), after) for line, after in pairwise(lines)]
+    full = sum(needed > width for needed, _ in pairs) >= 0.8 * len(pairs)
+    small = sum(after[:1].islower() for _, after in pairs) > 0.5 * len(pairs)
+    return " ".join(lines) if full and small and len(_WITHIN.findall(block)) > len(block) / 400 else block
 
 
 def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
@@ -241,7 +240,7 @@ def read_document(path: Path) -> str:
         text = _READERS[suffix][1](path)
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-    return text if suffix == ".pdf" else _HASH.sub(r"\\", text).replace(HEADING, "")
+    return text if suffix == ".pdf" else _HASH.sub(NO_HEADING, text).replace(HEADING, "")
 
 
 def _read_pdf(path: Path) -> str:
@@ -256,6 +255,8 @@ def join_words(text: str) -> str:
     words = {*re.findall(r"\w+", _HYPHENATED.sub(" ", text).casefold())}
 
     def join(found: re.Match[str]) -> str:
+        if found[2][0].isupper() or found[2] in _AFTER_HYPHEN:
+            return found[0]
         whole, parts = found[1] + found[2], {found[1].casefold(), found[2].casefold()}
         return f"{found[1]}-{found[2]}" if parts <= words and whole.casefold() not in words else whole
 
@@ -269,9 +270,9 @@ def _read_html(path: Path) -> str:
     data = path.read_bytes()
     # UTF-8 is tried before what the page says and before a guess, unless it looks like UTF-16 or ISO-2022.
     encoding = None if b"\0" in data or b"\x1b" in data else "utf-8"
-    if encoding and _LATIN.search(data, 0, 4096) and not is_utf8(data):
-        encoding = "cp1252"  # which browsers take for it, as the standard says
     page: Any = BeautifulSoup(data, "html.parser", from_encoding=encoding)
+    if page.original_encoding in ("iso-8859-1", "latin-1", "ascii"):  # cp1252, says the standard of HTML
+        page = BeautifulSoup(data, "html.parser", from_encoding="cp1252")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"{HEADING}# {title}\n\n" * bool(title)], [(page, iter(page.children))]
     heading, begin = None, 0
@@ -298,14 +299,6 @@ def _read_html(path: Path) -> str:
     return "".join(found)
 
 
-def is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _read_docx(path: Path) -> str:
     from docx import Document
     from docx.oxml import parse_xml
@@ -324,7 +317,8 @@ def _read_docx(path: Path) -> str:
 
 def _list_plain_texts(part: Any) -> list[str]:
     """The paragraphs of what python-docx does not read: notes, a box of text."""
-    texts = ("".join(x.text or "" for x in p.iter("{*}t")) for p in part.iter("{*}p"))
+    kinds = "{*}t", "{*}tab", "{*}br", "{*}cr"
+    texts = ("".join(x.text or " " for x in p.iter(*kinds)).strip() for p in part.iter("{*}p"))
     return [f"\n{text}\n" for text in texts if text]
 
 
@@ -346,6 +340,8 @@ def _list_word_texts(part: Any) -> Iterator[str]:
 
 def _read_tex(path: Path) -> str:
     from pylatexenc import latex2text as tex
+    from pylatexenc.latexwalker import get_default_latex_context_db
+    from pylatexenc.macrospec import std_macro
 
     def keep(node: Any) -> str:  # which pylatexenc leaves out; several lines as Markdown has code
         text = getattr(node.nodeargd, "verbatim_text", "") or node.latex_verbatim()
@@ -358,11 +354,8 @@ def _read_tex(path: Path) -> str:
         source = data.decode("latin-1")  # of older sources
     title = next((found for found in _TEX_HEADING.finditer(source) if found[1]), None)
     body = (source.partition(r"\begin{document}")[2] or source).replace(r"\maketitle", "")
-    if len(source) <= MAX_TEX_CHARS:
-        own = {found[1]: found[2] for found in _TEX_MACRO.finditer(source)}
-        body = _TEX_NAME.sub(lambda found: own.get(found[1], found[0]), _TEX_MACRO.sub("", body))
     body = _TEX_CODE.sub(r"\\\1{verbatim}", body)
-    body = _TEX_ADDRESS.sub(lambda m: m[0].replace("%", r"\%") if m[1] == "url" else "", body)
+    body = _TEX_ADDRESS.sub(lambda m: re.sub(r"(?<!\\)%", r"\\%", m[0]), body)
     if title and title[1] == "title":
         body = f"{title[0]}\n{body}"
 
@@ -371,11 +364,15 @@ def _read_tex(path: Path) -> str:
         level = found[1] and _TEX_LEVELS.index(found[1]) + 1
         return f"\n\nHEADING{level} {' '.join(found[2].split())}\n\n" if level else found[0]
 
-    context = tex.get_default_latex_context_db()
+    context, known = tex.get_default_latex_context_db(), get_default_latex_context_db()
+    known.add_context_category("links", macros=[std_macro("href", False, 2)], prepend=True)
     texts = [tex.MacroTextSpec(name, "%s") for name in _TEX_TEXTS]
+    texts += [tex.MacroTextSpec("href", lambda n, l2tobj: l2tobj.node_arg_to_text(n, 1))]
     kept = [tex.MacroTextSpec("verb", keep), *texts], [tex.EnvironmentTextSpec("verbatim", keep)]
     context.add_context_category("kept", *kept, prepend=True)
-    plain = tex.LatexNodes2Text(context, math_mode="verbatim").latex_to_text(_TEX_HEADING.sub(mark, body))
+    plain = tex.LatexNodes2Text(context, math_mode="verbatim").latex_to_text(
+        _TEX_HEADING.sub(mark, body), latex_context=known
+    )
     return re.sub(r"(?m)^ *HEADING(\d) ", lambda found: HEADING + "#" * int(found[1]) + " ", plain)
 
 

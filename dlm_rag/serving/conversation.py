@@ -29,10 +29,16 @@ _PRONOUN = re.compile(rf"\b(?:{'|'.join(_PRONOUNS)})\b", re.IGNORECASE)
 _DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` takes for i
 _GOES_ON = re.compile("and |but |what about |how about ", re.IGNORECASE)
 _SOURCE_MARK = re.compile(r" \[\d{1,3}\]")
-# An initial, a word, or what ends a name.
-_NAME_PART = re.compile(r"[^\W\d_]\.(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|['’](?!s\b))\w+)*|[^\w\s]")
+# Initials, a word, or what ends a name; "'s" only before a word with a capital ("Schindler's List").
+_NAME_PART = re.compile(
+    r"(?:[^\W\d_]\.)+(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|['’](?!s\b(?![ \t]+[^\W\d_a-z])))\w+)*|[^\w\s]"
+)
+_LINKS = frozenset("of the de van von der den da di du des del la le al bin".split())  # within names
 _TEXTS = yaml.safe_load(Path(__file__).with_name("greetings.yaml").read_text("utf-8"))
 _GREETINGS, _BESIDE_GREETINGS, _ABOUT_US = (frozenset(text.split()) for text in _TEXTS.values())
+_OPENINGS = (
+    _GREETINGS | _BESIDE_GREETINGS | {*"well yes no hmm wait actually wow oh right sure sorry".split()}
+)
 
 
 def reply_to_greeting(text: str, passages: int | None) -> str:
@@ -49,15 +55,28 @@ def reply_to_greeting(text: str, passages: int | None) -> str:
 def find_names(text: str) -> list[str]:
     """Returns the runs of words with a capital, in order, each once, without function words in front."""
     runs: list[list[str]] = [[]]
-    for word in _NAME_PART.findall(text):
+    held, parts = list[str](), _NAME_PART.findall(text)  # links that may be within a name
+    for word in parts:
         begins = word[0].isupper() and (runs[-1] or word.casefold() not in FUNCTION_WORDS)
         if begins or (word[0].isdigit() and runs[-1]):
-            runs[-1].append(word)
+            runs[-1] += [*held, word]
+            held = []
+        elif runs[-1] and word in _LINKS:
+            held.append(word)
         else:
+            held = []
             runs.append([])
-    if runs[0] == text.split()[:1] != text.split():
-        del runs[0]  # a first word alone, which has a capital anyway
+    opens = text.split()[:1] == parts[:1] or {*map(str.casefold, parts[:1])} <= _OPENINGS
+    if opens and runs[0] == parts[:1] != parts:
+        del runs[0]  # a first word alone, which has a capital anyway, or is none of a name
     return list(dict.fromkeys(" ".join(run) for run in runs if run))
+
+
+def is_name(text: str) -> bool:
+    """Whether a short text is a name: words with a capital, links, numbers, and no others."""
+    words = text.replace(",", " ").split()
+    small = {word for word in words if not (word[0].isupper() or word[0].isdigit())}
+    return 0 < len(words) < 9 and words[0][0].isupper() and words[-1] not in small and small <= _LINKS
 
 
 def make_question_stand_alone(turns: Sequence[Turn]) -> str:
@@ -71,6 +90,7 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
         for role, text in turns[-MAX_TURNS_READ - 1 : -1]  # without the list of sources, and greetings
         if len(split_words(said := _SOURCE_MARK.sub("", text[:MAX_TURN_CHARS].partition("\n\n")[0])))
         > (role == "user")
+        and not (role == "user" and reply_to_greeting(said, 1))
     ]
     pronouns = (p for p in _PRONOUN.finditer(question) if question.isupper() or not p[0].isupper())  # "IT"
     names, pronoun = find_names(question), next(pronouns, None)
@@ -78,7 +98,8 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
     if pronoun and pronoun.start() < named_at:  # else it stands for what the question itself names
         word, rest = pronoun[0].casefold().translate(_DOTS), question[pronoun.end() :]
         if name := _find_antecedent(before, word):
-            owns = word in ("his", "its", "their") or (word == "her" and rest[1:2].isalpha())
+            owned = rest[1:2].isalpha() and rest.split()[0].casefold() not in FUNCTION_WORDS
+            owns = word in ("his", "its", "their") or (word == "her" and owned)
             return question[: pronoun.start()] + name + "'s" * owns + rest
     if not names and (FUNCTION_WORDS.issuperset(split_words(question)) or _GOES_ON.match(question)):
         found = dict.fromkeys(name for _, text in reversed(before) for name in find_names(text))
@@ -93,9 +114,9 @@ def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
     answer = ""
     for role, text in reversed(before):
         if role == "assistant":
-            answer = text.strip().removesuffix(".")
+            answer = text.strip().removesuffix(".").strip("*_` ")
             continue
-        if _PRONOUNS[pronoun] & {*split_words(text)} and find_names(answer) == [answer]:
+        if _PRONOUNS[pronoun] & {*split_words(text)} and is_name(answer):
             return answer[:MAX_NAME_CHARS]
         if names := find_names(text):
             return names[0][:MAX_NAME_CHARS]

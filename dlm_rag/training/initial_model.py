@@ -4,7 +4,6 @@ A denoiser is built without contents, put where it belongs (in shards, where it 
 a process reads or makes one tensor at a time and keeps its rows, which are the same whoever has them.
 """
 
-import logging
 import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,8 +33,6 @@ from dlm_rag.tokenizer import Tokenizer, add_mask_token, does_think, load_tokeni
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import get_local
-
-log = logging.getLogger(__name__)
 
 LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
@@ -341,9 +338,5 @@ def _make_fresh_model(config: Config) -> InitialModel:
     prompt = DEFAULT_PROMPT_TEMPLATE
     if config.prompt is not None:
         prompt = load_prompt(config.prompt, config.model.evidence_layout or "independent")
-    inner = train_tokenizer(texts, train.vocab_size)
-    if len(inner) < train.vocab_size:  # ids without a text would be written
-        log.warning("train.vocab_size=%d: the texts give %d tokens", train.vocab_size, len(inner))
-        own = replace(own, vocab_size=len(inner))
-    tokenizer = Tokenizer(inner, 0, prompt, (1,))
+    tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, prompt, (1,))
     return InitialModel(make_training_shape(config, own), tokenizer, None, train.seed, 0)

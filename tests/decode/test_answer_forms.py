@@ -123,10 +123,23 @@ def test_what_a_base_model_asks_itself_behind_an_answer_is_not_read(said):
 
 
 @pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("### Understanding it\nQuestion: Who wrote Emma?\n\nAnswer: Jane Austen", "Jane Austen"),
+        ("I answer in <answer></answer>.\nQuestion: Who?\n<answer>Jane Austen</answer>", "Jane Austen"),
+        ("The answer is **high**.", "high"), ("The answer is high up.", "high up"),
+        ("### Jane Austen\n\n### Explanation\nShe wrote it.", "Jane Austen"),
+    ],
+)  # fmt: skip
+def test_what_stands_before_a_question_may_be_no_answer(response, answer):
+    assert response[slice(*find_answer_span(response))] == answer
+
+
+@pytest.mark.parametrize(
     "remark",
     [
         "The answer is provided in passage 2.", "The answer is inferred from Document 1.",
-        "I hope the answer is helpful.", "My confidence in the answer is high.", "The answer is above.",
+        "I hope the answer is helpful.", "The answer is available.",
     ],
 )  # fmt: skip
 def test_a_remark_on_the_answer_is_none(remark):

@@ -56,6 +56,17 @@ WHO, WHERE = (
         ((*WHO, "Who runs IT at Siemens?"), "Who runs IT at Siemens?"),
         ((*WHO, "Who ran IT when she was 40?"), "Who ran IT when Ann Lee was 40?"),
         ((*WHO, "WHEN WAS SHE BORN?"), "WHEN WAS Ann Lee BORN?"),
+        ((*WHO, "OK, when was she born?"), "OK, when was Ann Lee born?"),
+        ((*WHO, "Thank You!", "Ask one.", "When was she born?"), "When was Ann Lee born?"),
+        ((*WHO, "Who married her in 1930?"), "Who married Ann Lee in 1930?"),
+        (
+            ("Who composed Fidelio?", "Ludwig van Beethoven", "Was he deaf?"),
+            "Was Ludwig van Beethoven deaf?",
+        ),
+        (("Who wrote Emma?", "She died in Winchester", "When did she die?"), "When did Emma die?"),
+        (("Who made The Wizard of Oz?", "Ann", "When was it made?"), "When was Wizard of Oz made?"),
+        (("Who wrote Schindler's List?", "Ann", "Is it long?"), "Is Schindler's List long?"),
+        (("Hi! Which year was Emma made?", "1911", "Who made it?"), "Who made Emma?"),
     ],
     ids=str,
 )

@@ -211,9 +211,3 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
         assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
         assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3
-
-
-def test_a_new_model_has_no_ids_without_a_text(corpus_file):
-    words = ["train.vocab_size=3000", f"data.corpus={corpus_file}", "data.questions=q.jsonl"]
-    origin = open_initial_model(load_config(None, words))
-    assert origin.config.vocab_size == len(origin.tokenizer.inner) < 3000
