@@ -71,7 +71,7 @@ _NO_ANSWER = re.compile(  # in small letters, for names and titles begin so with
     r"[ \t*_]*(?:not|(?:\w{2,12}ly|well|also)[ \t]\w{3,12}ed|based|found|given|taken"
     r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|(?:in)?correct|right|wrong"
     r"|clear|consistent|because|as[ \t]follows|nicht|pas|không|לא|ليس"
-    r"|(?:\w{3,9}(?:ided|rred)|shown|present|available|evident|obvious|helpful|unclear|accurate)"
+    r"|(?:provided|inferred|shown|present|available|evident|obvious|helpful|unclear|accurate)"
     r"(?=[ \t*_]*(?:[.,;!\n]|\Z)|[ \t](?:in|by|from|and|to|for|here|above|at)\b))\b"
     r"|[ \t]*(?:不[在是知能明清确確包详詳会會存]|未[知提给給找]|没|[無无][法此相])"
 )
@@ -82,7 +82,8 @@ _SECTION_NAME = re.compile(
     r"[ \t*_]*(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence|thoughts?"
     r"|thinking|thought[ \t]process|chain[ \t]of[ \t]thought|background|context|summary|question|sources?"
     r"|references?|notes?|passages?|documents?|citations?|confidence|verification|conclusion|facts?|response"
-    r"|overview|results?"
+    r"|overview|results?|(?:the[ \t])?(?:problem|task|query)(?:[ \t]statement)?"
+    r"|(?:restat|rephras|understand|analy[sz])ing\b[^\n]{0,40}"
     r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)|[^\n]{1,200}:[ \t*_]*(?:\n|\Z))",
     re.IGNORECASE,
 )

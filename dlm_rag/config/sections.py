@@ -24,7 +24,6 @@ SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pre
 ANSWERING = {"train.objective": ("sft", "rl")}
 NEW_MODEL = {"model.path": (None,)}
 WORLDS = {"data.corpus": (None,)}
-OWN_WORLDS = WORLDS | {"data.documents": (None,)}
 
 
 @settings_dataclass
@@ -328,7 +327,7 @@ class TrainConfig(CheckedSettings):
     """maximum number of hops of a question, in training and evaluation"""
     min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)
     """rl: minimum number of hops of a question"""
-    world_passages: int = setting(700, low=100, high=10**6, only_with=OWN_WORLDS)
+    world_passages: int = setting(700, low=100, high=10**6, only_with=WORLDS | {"data.documents": (None,)})
     """number of passages in a training world"""
     steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""

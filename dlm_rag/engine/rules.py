@@ -42,11 +42,8 @@ class Proposals:
         """The proposals selected by a mask or by indices."""
         if keep.dtype == bool and keep.all():
             return self
-        extra = {name: values[keep] for name, values in self.extra.items()} if self.extra else {}
-        return Proposals(
-            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
-            self.entropy[keep], self.margin[keep], extra,
-        )  # fmt: skip
+        own = {name: values[keep] for name, values in vars(self).items() if name != "extra"}
+        return Proposals(**own, extra={name: values[keep] for name, values in self.extra.items()})
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,7 @@ class LaidOutRow:
         return self.canvas_start + position - (position == self.from_before)
 
 
-# One object for all steps and rows that read a passage: it knows its hash, and is found by identity.
-_make_shared_segment = lru_cache(maxsize=4096)(Segment)
+_make_shared_segment = lru_cache(maxsize=4096)(Segment)  # one for all who read it, found by identity
 
 
 def lay_out_prompt(

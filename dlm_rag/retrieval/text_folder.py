@@ -48,7 +48,7 @@ _HEADING_MARKUP = re.compile(
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
 # What begins a line of other formats as a heading does, and is none, gets `NO_HEADING`, theirs `HEADING`.
-_HASH, HEADING, NO_HEADING = re.compile(r"(?m)^(?=#{1,6} )"), "\1", "\2"
+_HASH, HEADING, NO_HEADING = re.compile(r"(?m)^(?=#{1,6} |<!--|<pre[\s>])"), "\1", "\2"
 _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
 # Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
@@ -67,7 +67,6 @@ _FRONT_TITLE = re.compile(
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
 _HYPHENATED = re.compile(r"(?<!\w)(\w++)(?<=[^\W\d_])-[ \t]*\n(?=[^\W\d_A-ZÀ-Þ])(\w+)")  # at a line's end
-_AFTER_HYPHEN = frozenset("and or to und oder bis et ou y o e".split())  # "pre- and post-war"
 _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "title")
 _HTML_BLOCKS = "p div section article main header aside address form ul ol table blockquote pre".split()
 _HTML_BLOCKS += "figure figcaption details summary option textarea".split()
@@ -83,7 +82,6 @@ _TEX_HEADING = re.compile(  # or what hides one: the first group is empty
 )
 _TEX_CODE = re.compile(r"\\(begin|end)\{(?:lstlisting|minted)\}(?:\[[^\[\]\n]{0,300}\])?(?:\{\w{1,30}\})?")
 _TEX_ADDRESS = re.compile(r"\\(?:url|href)\s?\{[^{}\n]{0,2000}\}")  # in which % is no comment
-_TEX_TEXTS = "texttt textsf textmd textup mbox author date".split()  # whose text is read
 _TEX_LEVELS = ("title", "chapter", "section", "subsection", "subsubsection", "paragraph")
 
 
@@ -151,7 +149,7 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
                 own, quoted = own[1:-1], own
                 with suppress(yaml.YAMLError):  # an escape that YAML does not know is kept
                     own = yaml.safe_load(quoted)
-                own = own.encode(errors="replace").decode()
+                own = own.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             own = "" if own in ("~", "null") else normalize_whitespace(own)
         for heading, body in _split_sections(text, own) if markdown else [("", text)]:
             for passage in split_passages(body):
@@ -178,14 +176,15 @@ def split_passages(text: str) -> list[str]:
 
 def _join_lines(block: str) -> str:
     """Joins the lines of a long block of prose, whose sentences would be cut where its lines end: sentences
-    end within lines, most lines begin small, and none had room for the first word of the next."""
+    end within lines, many lines begin small, and few had room for the first word of the next."""
     lines = block.split("\n")
-    if len(block) <= PASSAGE_LENGTH_CHARS[1] or any(map(_LINE_MARK.match, lines)):
+    ends = sum(line.endswith((".", "!", "?", ";", ",")) for line in lines)  # as those of records do
+    if len(block) <= PASSAGE_LENGTH_CHARS[1] or any(map(_LINE_MARK.match, lines)) or 2 * ends > len(lines):
         return block
     width = 0.9 * max(map(len, lines))
     pairs = [(len(line) + 1 + len(after.partition(" ")[0]), after) for line, after in pairwise(lines)]
     full = sum(needed > width for needed, _ in pairs) >= 0.8 * len(pairs)
-    small = sum(after[:1].islower() for _, after in pairs) > 0.5 * len(pairs)
+    small = sum(after[:1].islower() for _, after in pairs) > 0.3 * len(pairs)
     return " ".join(lines) if full and small and len(_WITHIN.findall(block)) > len(block) / 400 else block
 
 
@@ -255,7 +254,7 @@ def join_words(text: str) -> str:
     words = {*re.findall(r"\w+", _HYPHENATED.sub(" ", text).casefold())}
 
     def join(found: re.Match[str]) -> str:
-        if found[2][0].isupper() or found[2] in _AFTER_HYPHEN:
+        if found[2][0].isupper() or found[2] in ("and", "or", "to", "und", "oder", "bis", "et", "y"):
             return found[0]
         whole, parts = found[1] + found[2], {found[1].casefold(), found[2].casefold()}
         return f"{found[1]}-{found[2]}" if parts <= words and whole.casefold() not in words else whole
@@ -361,12 +360,15 @@ def _read_tex(path: Path) -> str:
 
     def mark(found: re.Match[str]) -> str:
         """A heading as a line of its own, which is all that is left of it once the macros go."""
-        level = found[1] and _TEX_LEVELS.index(found[1]) + 1
-        return f"\n\nHEADING{level} {' '.join(found[2].split())}\n\n" if level else found[0]
+        if not found[1]:
+            return found[0]
+        said = re.sub(r"(?<!\\)%[^\n]*\n", "", found[2]).split()  # without comments
+        return f"\n\nHEADING{_TEX_LEVELS.index(found[1]) + 1} {' '.join(said)}\n\n"
 
     context, known = tex.get_default_latex_context_db(), get_default_latex_context_db()
     known.add_context_category("links", macros=[std_macro("href", False, 2)], prepend=True)
-    texts = [tex.MacroTextSpec(name, "%s") for name in _TEX_TEXTS]
+    lost = "texttt textsf textmd textup mbox author date".split()  # words that pylatexenc leaves out
+    texts = [tex.MacroTextSpec(name, "%s") for name in lost]
     texts += [tex.MacroTextSpec("href", lambda n, l2tobj: l2tobj.node_arg_to_text(n, 1))]
     kept = [tex.MacroTextSpec("verb", keep), *texts], [tex.EnvironmentTextSpec("verbatim", keep)]
     context.add_context_category("kept", *kept, prepend=True)

@@ -30,15 +30,13 @@ _DOTS = {ord("ı"): "i", 0x307: None}  # of Turkish letters, which `IGNORECASE` 
 _GOES_ON = re.compile("and |but |what about |how about ", re.IGNORECASE)
 _SOURCE_MARK = re.compile(r" \[\d{1,3}\]")
 # Initials, a word, or what ends a name; "'s" only before a word with a capital ("Schindler's List").
-_NAME_PART = re.compile(
-    r"(?:[^\W\d_]\.)+(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|['’](?!s\b(?![ \t]+[^\W\d_a-z])))\w+)*|[^\w\s]"
-)
+_OWNS = r"['’](?!s\b(?![ \t]+[^\W\d_a-z][^\W\d_A-Z]))"
+_NAME_PART = re.compile(rf"(?:[^\W\d_]\.)+(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|{_OWNS})\w+)*|[^\w\s]")
+_OWNED = frozenset("most more own other only".split())  # of words of grammar, what may follow an owner
 _LINKS = frozenset("of the de van von der den da di du des del la le al bin".split())  # within names
 _TEXTS = yaml.safe_load(Path(__file__).with_name("greetings.yaml").read_text("utf-8"))
 _GREETINGS, _BESIDE_GREETINGS, _ABOUT_US = (frozenset(text.split()) for text in _TEXTS.values())
-_OPENINGS = (
-    _GREETINGS | _BESIDE_GREETINGS | {*"well yes no hmm wait actually wow oh right sure sorry".split()}
-)
+_OPENINGS = _GREETINGS | _BESIDE_GREETINGS | {*"well yes no hmm wait actually wow oh sure".split()}
 
 
 def reply_to_greeting(text: str, passages: int | None) -> str:
@@ -57,11 +55,12 @@ def find_names(text: str) -> list[str]:
     runs: list[list[str]] = [[]]
     held, parts = list[str](), _NAME_PART.findall(text)  # links that may be within a name
     for word in parts:
-        begins = word[0].isupper() and (runs[-1] or word.casefold() not in FUNCTION_WORDS)
+        bare = word.casefold().removesuffix("'s").removesuffix("’s")  # "What's Emma about?"
+        begins = word[0].isupper() and (runs[-1] or bare not in FUNCTION_WORDS)
         if begins or (word[0].isdigit() and runs[-1]):
             runs[-1] += [*held, word]
             held = []
-        elif runs[-1] and word in _LINKS:
+        elif runs[-1] and word in _LINKS and (held or word != "the"):
             held.append(word)
         else:
             held = []
@@ -74,9 +73,11 @@ def find_names(text: str) -> list[str]:
 
 def is_name(text: str) -> bool:
     """Whether a short text is a name: words with a capital, links, numbers, and no others."""
-    words = text.replace(",", " ").split()
+    words = text.split()
+    if not words or words[0].casefold() in FUNCTION_WORDS - {"the"} or any(w[-1] == "," for w in words):
+        return False
     small = {word for word in words if not (word[0].isupper() or word[0].isdigit())}
-    return 0 < len(words) < 9 and words[0][0].isupper() and words[-1] not in small and small <= _LINKS
+    return len(words) < 9 and words[0][0].isupper() and words[-1] not in small and small <= _LINKS
 
 
 def make_question_stand_alone(turns: Sequence[Turn]) -> str:
@@ -98,7 +99,7 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
     if pronoun and pronoun.start() < named_at:  # else it stands for what the question itself names
         word, rest = pronoun[0].casefold().translate(_DOTS), question[pronoun.end() :]
         if name := _find_antecedent(before, word):
-            owned = rest[1:2].isalpha() and rest.split()[0].casefold() not in FUNCTION_WORDS
+            owned = rest[1:2].isalpha() and rest.split()[0].casefold() not in FUNCTION_WORDS - _OWNED
             owns = word in ("his", "its", "their") or (word == "her" and owned)
             return question[: pronoun.start()] + name + "'s" * owns + rest
     if not names and (FUNCTION_WORDS.issuperset(split_words(question)) or _GOES_ON.match(question)):
@@ -116,8 +117,10 @@ def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
         if role == "assistant":
             answer = text.strip().removesuffix(".").strip("*_` ")
             continue
-        if _PRONOUNS[pronoun] & {*split_words(text)} and is_name(answer):
+        named = answer.replace(",", "") if pronoun.startswith("th") else answer  # of several
+        if _PRONOUNS[pronoun] & {*split_words(text)} and is_name(named):
             return answer[:MAX_NAME_CHARS]
         if names := find_names(text):
-            return names[0][:MAX_NAME_CHARS]
+            name = names[0].partition("'s ")[0] if _PRONOUNS[pronoun] is _WHO else names[0]
+            return name[:MAX_NAME_CHARS]
     return ""

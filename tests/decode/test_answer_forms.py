@@ -127,7 +127,9 @@ def test_what_a_base_model_asks_itself_behind_an_answer_is_not_read(said):
     [
         ("### Understanding it\nQuestion: Who wrote Emma?\n\nAnswer: Jane Austen", "Jane Austen"),
         ("I answer in <answer></answer>.\nQuestion: Who?\n<answer>Jane Austen</answer>", "Jane Austen"),
-        ("The answer is **high**.", "high"), ("The answer is high up.", "high up"),
+        ("### Problem\n\nQuestion: Who wrote Emma?\n\nAnswer: Jane Austen", "Jane Austen"),
+        ("The answer is **high**.", "high"), ("The answer is undecided.", "undecided"),
+        ("The answer is high up.", "high up"),
         ("### Jane Austen\n\n### Explanation\nShe wrote it.", "Jane Austen"),
     ],
 )  # fmt: skip

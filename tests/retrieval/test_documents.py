@@ -118,7 +118,10 @@ def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
         parts = split_passages(text)
         assert len(parts) > 1 and {part[-1] for part in parts} <= {".", "。"}
         assert "".join("".join(parts).split()) == "".join(text.split())
-    for line in ("user{0},london,{0},active since may {0}", "error in part {0}: to host{0} was refused"):
+    for line in (
+        "user{0},london,{0},active since may {0}",
+        "disk s{0} is nearly full. Please look after it.",
+    ):
         rows = "\n".join(line.format(n) for n in range(60))
         assert all(part.count("\n") > 5 for part in split_passages(rows)[:-1])
     rows = "\n".join(f"Line {n} says that Town{n} is one." for n in range(9000))
@@ -137,6 +140,9 @@ def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
         ("d.md", "# A\n\n```c\n\\#x\n```\n## B\n\ny", [("A", "```c\n\\#x\n```"), ("A: B", "y")]),
         ("e.md", "# A\n\n`<!--`\n\n## B\n\ny", [("A", "`<!--`"), ("A: B", "y")]),
         ("f.md", "---\nScene One: a tree.\n---\nx", [("f", "---\nScene One: a tree.\n---\nx")]),
+        ("e.html", "<h1>A</h1><p>&lt;pre&gt; is<h2>B</h2>x", [("A", "<pre> is"), ("A: B", "x")]),
+        ("g.md", '---\ntitle: "P \\ud83d\\ude00"\n---\nx', [("P 😀", "x")]),
+        ("f.tex", "\\section{Ways %\n of Work}x", [("Ways of Work", "x")]),
         ("a.tex", r"On \texttt{x} by \mbox{6}.", [("a", "On x by 6.")]),
         ("b.tex", "\\section{A\nB}\n\\href{u}{the} \\url{a%20b} c", [("A B", "the <a%20b> c")]),
         ("c.tex", "\\begin{minted}{c}\n# d % e\n\\end{minted}", [("c", "````\n# d % e\n````")]),

@@ -67,6 +67,14 @@ WHO, WHERE = (
         (("Who made The Wizard of Oz?", "Ann", "When was it made?"), "When was Wizard of Oz made?"),
         (("Who wrote Schindler's List?", "Ann", "Is it long?"), "Is Schindler's List long?"),
         (("Hi! Which year was Emma made?", "1911", "Who made it?"), "Who made Emma?"),
+        (("What year was Emma made?", "In 1911.", "Who made it?"), "Who made Emma?"),
+        (("What's Emma about?", "love", "Who wrote it?"), "Who wrote Emma?"),
+        (
+            ("Which actors played?", "Ann Lee, Bob Roe", "How old were they?"),
+            "How old were Ann Lee, Bob Roe?",
+        ),
+        ((*WHO, "What is her most famous book?"), "What is Ann Lee's most famous book?"),
+        (("Was Obama the President of the USA?", "yes", "Is he old?"), "Is Obama old?"),
     ],
     ids=str,
 )
