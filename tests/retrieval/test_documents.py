@@ -102,10 +102,10 @@ def test_all_that_a_word_file_shows_is_read_once(tmp_path):
 
 
 def test_words_that_a_page_breaks_are_whole():
-    text = "The munici-\npality of Ed\u00ad\nwin is a well-\nknown one, known well, the North-\nEast."
-    assert (
-        join_words(text) == "The municipality of Edwin is a well-known one, known well, the North-\nEast."
-    )
+    text = "The munici-\npality of Ed\u00ad\nwin is well-\nknown, known well, the North-\nEast, pre-\nand"
+    whole = "The municipality of Edwin is well-known, known well, the North-\nEast, pre-\nand"
+    assert join_words(text) == whole and join_words("Łódź-\nŻary") == "Łódź-\nŻary"
+    assert join_words("a" * 10**6) == "a" * 10**6  # in no square of its length
 
 
 def test_a_long_paragraph_is_cut_between_sentences_however_it_is_written():
