@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -74,7 +74,7 @@ class Citation(TypedDict):
     unsupported: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CommittedToken:
     """A committed token: its position on the canvas from 0, and its probability at temperature 1.
 
@@ -448,14 +448,14 @@ def cite_passages(
     In the form `titled`, only passages that are named are cited: for a title those that have it, for the
     answer all of them. For a title whose passage was found after it was written, what was in context is.
     """
-    passage_words = {name: _find_words(text) for name, text in texts.items()}
+    words_of = cache(lambda name: _find_words(texts[name]))
     asked = frozenset(split_words(question))
 
     def find_holders(word: str, span: Span, citable: Collection[str]) -> HeldWord:
         steps = sorted({commit_steps[token] for token in overlapping_spans(token_spans, *span)})
         always = set.intersection(*(set(evidence_at(step)) for step in steps))
         ranked = [name for name in evidence_at(steps[-1]) if name in always and name in citable]
-        return word, steps[-1], [name for name in ranked if word in passage_words[name]]
+        return word, steps[-1], [name for name in ranked if word in words_of(name)]
 
     units: list[Citation] = []
     spans = split_citable_spans(response, answer_form)

@@ -242,8 +242,7 @@ class RunTotals:
 class LiveView:
     """Shows the first question in flight, and prints each when it is finished.
 
-    speed: steps a second at which the first question is shown; 0: as fast as it is decoded.
-    paused_seconds: time that was spent on that.
+    speed: steps a second of the first; 0: as fast as it is decoded. paused_seconds: spent on that.
     """
 
     def __init__(self, console: Console, speed: float = 0) -> None:

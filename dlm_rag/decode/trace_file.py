@@ -137,8 +137,7 @@ def read_trace_header(path: Path) -> TraceHeader:
 def read_trace(path: str | Path) -> Iterator[Rollout]:
     """The rollouts of a trace file, one by one; only passage texts stay in memory.
 
-    `evidence_texts` are missing. A last line that was cut short is skipped.
-    Raises `TraceError` naming file and line.
+    `evidence_texts` are missing. A cut last line is skipped. Raises `TraceError` naming file and line.
     """
     settings, texts = dict[str, Any](), dict[str, str]()
     for place, entry in _entries(Path(path), Rollout):

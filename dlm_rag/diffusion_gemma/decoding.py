@@ -457,11 +457,8 @@ def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, T
 
 def _most_probable(proposals: Proposals) -> Proposals:
     """The most probable tokens in the places of those drawn."""
-    found = proposals.extra
-    return replace(
-        proposals, token_ids=found["best_token_ids"], confidence=found["best_confidence"],
-        log_prob=found["best_log_prob"],
-    )  # fmt: skip
+    names = ("token_ids", "confidence", "log_prob")
+    return proposals.replace(**{name: proposals.records[f"best_{name}"] for name in names})
 
 
 FAMILY = Family(read_gemma_config, {}, separate_experts=False)

@@ -35,6 +35,7 @@ from dlm_rag.model.packed_batch import MemoryRows, Places, pack_rows, to_device
 PREFILL_TOKENS = 8192  # of new segments that run in one call of their own, and those of one segment more
 MAX_JOINT_TOKENS = 65536  # of new segments that run in the same call as the rows
 SCALE_BYTES = 2  # float16
+NOWHERE = np.empty(0, np.int64)  # places of no token
 SMALLEST_SCALE = 2.0**-24  # of a float16 above 0
 
 
@@ -46,9 +47,9 @@ class ForwardSpan(NamedTuple):
     segment: Segment
 
     def locate(self, places: NDArray[np.int64]) -> list[int]:
-        """Which of these places in the chain are in it, counted from its first token."""
-        at = places - self.begin
-        return at[(at >= 0) & (at < len(self.segment.ids))].tolist()
+        """Which of these places in the chain, ascending, are in it, counted from its first token."""
+        first, end = places.searchsorted((self.begin, self.begin + len(self.segment.ids)))
+        return (places[first:end] - self.begin).tolist()
 
 
 @dataclass
@@ -122,12 +123,12 @@ class KVCache:
         wanted = [segment for laid in prompts for segment in laid.context_segments]
         self.cache_stats.requested_tokens += sum(len(segment.ids) for segment in wanted)
         self._locate(dict.fromkeys(wanted))
-        none, new = concatenate_places([]), [*self._new]
+        new = [*self._new]
         # Apart they would cost one row 6 % more on a CPU, and a GPU one more pass over the weights.
         if sum(len(segment.ids) for segment in new) > MAX_JOINT_TOKENS:
             self._run_new()
             new = []
-        found = [(ForwardSpan(None, 0, segment), none, self._new[segment]) for segment in new]
+        found = [(ForwardSpan(None, 0, segment), NOWHERE, self._new[segment]) for segment in new]
         # Attention reads the memory where it is, with masks: `indexed`, and SDPA on a CPU.
         kernel, device = self._denoiser.backend, self._denoiser.device.type
         in_place = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
@@ -162,12 +163,11 @@ class KVCache:
     def _locate(self, wanted: dict[Segment, None]) -> None:
         """Gives each segment its places; `_new` are those that have to run."""
         stats = self.cache_stats
-        held = {segment: self.kept.get(segment) for segment in wanted}
-        self._seen = {segment: places for segment, places in held.items() if places is not None}
+        self._seen = {segment: held for segment in wanted if (held := self.kept.get(segment)) is not None}
         for segment in self._seen:
             self.kept.move_to_end(segment)
         stats.device_segments += len(self._seen)
-        for segment in [segment for segment, places in held.items() if places is None]:
+        for segment in [segment for segment in wanted if segment not in self._seen]:
             self._new[segment] = self._take(len(segment.ids))
         self._seen |= self._new
         for segment, kept in self._find_stored([*self._new]).items():
@@ -214,7 +214,7 @@ class KVCache:
         for _, pairs in groupby(zip(self._new, ends, strict=True), lambda pair: pair[1] // PREFILL_TOKENS):
             part = [segment for segment, _ in pairs]
             own = [self._new[segment] for segment in part]
-            context = MemoryRows(self.memory, [concatenate_places([])] * len(part), own)
+            context = MemoryRows(self.memory, [NOWHERE] * len(part), own)
             read = [[0], *[()] * (len(part) - 1)]  # the last layer writes only if some state is read
             self._denoiser.encode(pack_rows(part, self._denoiser.device, read, context))
 
@@ -233,12 +233,15 @@ class KVCache:
                 # Without masks each block is a run, which the next one sees as it is kept (int8).
                 for piece in [run] if in_place else run.split_into_blocks():
                     begin = piece.start - chain.start
-                    before, own = concatenate_places([*seen, places[:begin]]), places[begin:]
-                    yield ForwardSpan(number, begin, piece), before, own[: len(piece.ids)]
+                    own = places[begin : begin + len(piece.ids)]
+                    yield ForwardSpan(number, begin, piece), np.concatenate([*seen, places[:begin]]), own
 
     def _extend_chain(self, row: RowInput) -> tuple[Places, int]:
         """Places for all tokens of a chain, and how many in front need not run."""
         chain, done, held = row.chain, row.finished_tokens, self._chains.get(row.row)
+        if not done and held is None:
+            self._loose.append(places := self._take(len(chain.ids)))
+            return places, 0
         context, valid = row.laid_out_prompt.counts_seen_by_blocks, 0
         if held is not None and held.context == context and held.first == chain.first:
             pairs = zip(held.ids, chain.ids[:done], strict=False)
@@ -248,7 +251,7 @@ class KVCache:
         if held is not None:
             del self._chains[row.row]
             self.memory.give_back(held.places[valid:])
-            places = concatenate_places([held.places[:valid], places])
+            places = np.concatenate([held.places[:valid], places])
         self._next[row.row] = _Chain(context, chain.first, chain.ids[:done], places[:done])
         self._loose.append(places[done:])
         return places, valid
@@ -371,10 +374,6 @@ class KVMemory:
         self._free = np.concatenate((more, self._free[: self.free], none))
         self.free += capacity - used
         self.capacity = capacity
-
-
-def concatenate_places(parts: Sequence[Places]) -> Places:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def quantize_int8(x: Tensor) -> Tensor:

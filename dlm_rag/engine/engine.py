@@ -206,8 +206,7 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: SmolLM2 with the
     adapter that ships (93 MB are fetched at the first use), without a corpus the model of the invented
     world. corpus: a file or folder, passages as texts or dicts, or a retriever. settings: any of `model`,
-    `retrieval`, `decode` and `engine` by its bare name, as `top_k=3, commit_threshold=0.8, device="cuda",
-    dtype="bfloat16"`. Raises `UserError`.
+    `retrieval`, `decode` and `engine` by its bare name, as `top_k=3, device="cuda"`. Raises `UserError`.
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
     if not isinstance(model, str | Path | None):
@@ -349,9 +348,8 @@ class Engine(AbstractContextManager["Engine"]):
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
 
         Returns an event for every question whose step is over, in the order in which they came. A question
-        that failed (it does not fit the context, or alone the memory; its search or its logits fail) is
-        finished, with an `error` in its rollout. What else the model raises is passed on, and the
-        questions of that step are cancelled.
+        that failed (it does not fit the context, or alone the memory; its search or logits fail) is over,
+        with an `error`. What else the model raises is passed on; the questions of that step are cancelled.
         """
         group, other = (self._groups[(self._turn + n) % len(self._groups)] for n in (0, 1))
         try:

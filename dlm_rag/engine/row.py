@@ -146,7 +146,7 @@ class Canvas:
     def is_finished(self, end_ids: Collection[int]) -> bool:
         """Whether the text is certain: nothing may change, or nothing before a committed end token."""
         before = self.ids[: self.first_mutable].tolist()
-        return len(before) == self.length or not frozenset(before).isdisjoint(end_ids)
+        return len(before) == self.length or not frozenset(end_ids).isdisjoint(before)
 
 
 def make_canvas(
@@ -301,7 +301,7 @@ def find_commit_span(masked: NDArray[np.bool_], block: Span, block_length: int |
     the block) with a mask. Parts are counted from where the block begins, which may be below 0."""
     begin, end = block
     if block_length:
-        first = max(begin, 0) + int(np.argmax(masked[max(begin, 0) : end]))
+        first = max(begin, 0) + int(masked[max(begin, 0) : end].argmax())
         begin = first - (first - begin) % block_length
         end = min(begin + block_length, end)
     return begin, end

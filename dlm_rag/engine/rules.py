@@ -6,8 +6,8 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -23,27 +23,41 @@ IndexArray = NDArray[np.intp]
 ENTROPY_BOUND = 0.1  # nats, that a step of the rule entropy_bound commits together
 
 
-@dataclass(frozen=True)
+def _field(name: str) -> Any:
+    return property(lambda proposals: proposals.records[name])
+
+
+@dataclass(slots=True, eq=False)
 class Proposals:
     """What the denoiser proposes at n canvas positions, in ascending order. Arrays are (n,).
 
-    extra: by name what else is said of each: of actions where a rule draws them (`draw_actions`).
+    records: (n,) with a field for each attribute, and for what is said of actions (`draw_actions`).
     """
 
-    positions: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
-    confidence: FloatArray  # probability of the proposed token
-    log_prob: FloatArray  # nats; of the confidence, finite where that underflows
-    entropy: FloatArray  # nats of the distribution at the position
-    margin: FloatArray  # probability of the first minus that of the second token
-    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    records: NDArray[Any]
+    positions, token_ids = _field("positions"), _field("token_ids")
+    confidence = _field("confidence")  # probability of the proposed token
+    log_prob = _field("log_prob")  # nats; of the confidence, finite where that underflows
+    entropy = _field("entropy")  # nats of the distribution at the position
+    margin = _field("margin")  # probability of the first minus that of the second token
+
+    @classmethod
+    def from_arrays(cls, **fields: NDArray[Any]) -> "Proposals":
+        """Proposals with these fields, all attributes among them."""
+        kinds = [(name, np.float64 if x.dtype.kind == "f" else np.int64) for name, x in fields.items()]
+        return cls(np.empty(len(fields["positions"]), kinds)).replace(**fields)
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
-        if keep.dtype == bool and keep.all():
-            return self
-        own = {name: values[keep] for name, values in vars(self).items() if name != "extra"}
-        return Proposals(**own, extra={name: values[keep] for name, values in self.extra.items()})
+        choose = self.records.compress if keep.dtype == bool else self.records.take
+        return Proposals(choose(keep))
+
+    def replace(self, **fields: NDArray[Any]) -> "Proposals":
+        """The proposals with others of these fields."""
+        found = self.records.copy()
+        for name, values in fields.items():
+            found[name] = values
+        return Proposals(found)
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,7 @@ class RuleContext:
     """What a rule may look at besides the candidates.
 
     - least: number of positions that the schedule wants committed at this step; 0 in a block that may wait.
-    - draws: (5, length) uniform random numbers of the step by canvas position, of which rows 2 and 3 are
-      for rules. None if the rule does not sample.
+    - draws: (5, length) uniform numbers of the step by position, rows 2 and 3 for rules, if one samples.
     """
 
     settings: DecodeConfig
@@ -169,11 +182,11 @@ def sample_commits(candidates: Proposals, context: RuleContext, in_order: bool =
     """
     assert context.draws is not None
     *_, gates, places, _ = context.draws
-    opened = gates[candidates.positions] < candidates.extra["gate"]
+    opened = gates[candidates.positions] < candidates.records["gate"]
     if in_order and not opened.all():
         opened = opened[: opened.argmin() + 1]
         candidates = candidates.subset(np.arange(len(opened)))
-    found = candidates.extra
+    found = candidates.records
     log_prob = float(np.where(opened, found["log_commit"], found["log_stay"]).sum())
     forced = not opened.any()
     if forced:
@@ -184,7 +197,7 @@ def sample_commits(candidates: Proposals, context: RuleContext, in_order: bool =
         log_prob += float(found["forced_log_prob"][at] + math.log(urge[at] / ends[-1]))
     kind = "forced" if forced else "drawn"
     ids, sure = (found[f"{kind}_{name}"][opened] for name in ("token_ids", "log_confidence"))
-    tokens = replace(candidates.subset(opened), token_ids=ids, confidence=np.exp(sure), log_prob=sure)
+    tokens = candidates.subset(opened).replace(token_ids=ids, confidence=np.exp(sure), log_prob=sure)
     return SampledCommits(opened, log_prob, forced, tokens)
 
 
@@ -228,8 +241,7 @@ def find_rule(name: str | None) -> Rule:
 def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposals, SampledCommits | None]:
     """What the rule of the settings commits of at least one candidate, and how, where it was drawn.
 
-    A deterministic rule commits at most `tokens_per_step` (None: no limit) of those it chose: the most
-    confident, from left to right the first.
+    Of those a deterministic rule chose, at most `tokens_per_step`: the most confident, in order the first.
     """
     rule = find_rule(context.settings.commit_rule)
     chosen = rule.choose(candidates, context)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -210,27 +211,24 @@ def list_excluded_ids(denoiser: Denoiser, mask_id: int) -> Tensor:
     return ids
 
 
-def collect_sampling_arrays(
-    inputs: Sequence[RowInput],
-) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
+def collect_sampling_arrays(inputs: Sequence[RowInput]) -> tuple[list[NDArray[Any]], list[bool]]:
     """The numbers that `sample_proposals` takes, of all positions that are asked for, then what
     `collect_bars` says of them; and the flags."""
     counts = [len(shown.positions) for shown in inputs]
-    drawn = [
-        np.broadcast_to(0.0 if shown.quantiles is None else shown.quantiles, (2, count))
-        for shown, count in zip(inputs, counts, strict=True)
-    ]
-    soft = np.repeat([shown.soft_threshold or (1.0, 0.5, 1.0) for shown in inputs], counts, axis=0)
-    temperature = np.repeat([shown.temperature for shown in inputs], counts)
-    numbers = np.concatenate((temperature[None], np.concatenate(drawn, axis=1), soft.T)).astype(np.float32)
-    acts = any(shown.soft_threshold is not None for shown in inputs)
-    flags = any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts
+    numbers, end = np.zeros((6, sum(counts)), np.float32), 0
+    numbers[3:] = 1.0  # of rows that draw nothing
+    for shown, count in zip(inputs, counts, strict=True):
+        part = numbers[:, end : (end := end + count)]
+        if shown.quantiles is not None:
+            part[0], part[1:3] = shown.temperature, shown.quantiles
+            part[3:] = np.array(shown.soft_threshold or (1.0, 0.5, 1.0))[:, None]
+    spread, acts = (any(getattr(s, name) for s in inputs) for name in ("needs_entropy", "soft_threshold"))
+    flags = [spread, bool(numbers[0].any()), acts]
     return [numbers, *collect_bars(counts, [shown.barred for shown in inputs])], flags
 
 
 def collect_bars(counts: Sequence[int], barred: Sequence[NDArray[np.bool_] | None]) -> list[NDArray[Any]]:
-    """Of rows with so many positions the numbers of those whose tokens are barred (b,), and these tokens
-    (b, V); nothing where none are."""
+    """Of rows with so many positions, the first (b,) of those with barred tokens; and these (b, V)."""
     firsts = zip(np.cumsum(counts) - counts, barred, strict=True)
     return [*map(np.array, zip(*((at, bar) for at, bar in firsts if bar is not None), strict=True))]
 
@@ -291,20 +289,15 @@ def gather_proposals(
     inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]
 ) -> Callable[[], list[Proposals]]:
     """Starts to copy what `sample_proposals` says; what is returned waits, and returns rows their own."""
-    names = [*found[0]]
+    names, at = [*found[0]], np.concatenate([shown.positions for shown in inputs])
+    ends = [*accumulate((len(shown.positions) for shown in inputs), initial=0)]
     wait = start_gather([torch.cat([chunk[name] for chunk in found]) for name in names])
 
     def finish() -> list[Proposals]:
-        with profile_stage("denoise"):
-            arrays = dict(zip(names, wait(), strict=True))
-        values = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in arrays.items()}
-        proposals, end = [], 0
-        for shown in inputs:
-            part = slice(end, end := end + len(shown.positions))
-            own: dict[str, Any] = {name: values[name][part] for name in STATISTICS}
-            extra = {name: value[part] for name, value in values.items() if name not in own}
-            proposals.append(Proposals(shown.positions, **own, extra=extra))
-        return proposals
+        with profile_stage("denoise"):  # of a graph come more, of no row
+            arrays = {name: found[: len(at)] for name, found in zip(names, wait(), strict=True)}
+        records = Proposals.from_arrays(positions=at, **arrays).records
+        return [Proposals(records[begin:end]) for begin, end in pairwise(ends)]
 
     return finish
 

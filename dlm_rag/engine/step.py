@@ -183,7 +183,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
         ids.append(token)
     n = len(ids) - len(row.written)
     left = left.subset(np.arange(n))
-    return replace(left, token_ids=tokens[:n], confidence=confidence[:n], log_prob=log_prob[:n])
+    return left.replace(token_ids=tokens[:n], confidence=confidence[:n], log_prob=log_prob[:n])
 
 
 def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposals:
@@ -209,8 +209,7 @@ def name_tokens(
     """The written tokens as a step records them; the canvas holds them already."""
     if written is None:
         return ()
-    arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)
-    rows = [*zip(*(array.tolist() for array in arrays), strict=True)]
+    rows = written.records[["positions", "token_ids", "confidence", "log_prob"]].tolist()
     texts = {position: tokenizer.token_text(token) for position, token, *_ in rows}
     for position in [p for p, text in texts.items() if NO_CHARACTER in text]:
         texts[position] = _spell_part(canvas, position, texts.keys(), tokenizer)

@@ -29,7 +29,7 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaidOutPrompt:
     """A prompt laid out."""
 
@@ -89,7 +89,7 @@ class LaidOutPrompt:
         return LaidOutRow((text, *passages), window, -finished)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowInput:
     """What a model is shown of a row that is to take a step, and asked about it."""
 
@@ -117,11 +117,11 @@ class RowInput:
         """Tokens of the chain in whole blocks that change no more."""
         return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
 
-    @property
+    @cached_property
     def states(self) -> NDArray[np.int64]:
         """Where in the chain the states (n,) are that predict the positions."""
-        laid, positions = self.laid_out_prompt, self.positions
-        return len(laid.canvas_prefix.ids) + positions - (laid.shifted | (positions >= len(self.canvas)))
+        laid, behind = self.laid_out_prompt, self.positions[-1:] >= len(self.canvas)
+        return self.positions + (len(laid.canvas_prefix.ids) - bool(laid.shifted or behind.any()))
 
     @property
     def training_row(self) -> "LaidOutRow":
@@ -245,8 +245,8 @@ class ContextBudget:
         return cls(layout or shape.evidence_layout, context, canvas or shape.canvas_length, passage)
 
 
-def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, dict[str, int]]:
-    """The prompt with as much evidence as the context holds, and counts of what was cut.
+def truncate_evidence(prompt: Prompt, room: ContextBudget) -> Prompt:
+    """The prompt with as much evidence as the context holds.
 
     Passages keep their tokens in rank order until the context is full; the one that crosses the end is
     shortened, later ones are dropped. Where they are separate, each is shortened to `passage_length`. What
@@ -264,11 +264,7 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, dict
             f"the question is {-left} tokens too long: the context of {room.context_length} must hold it "
             f"and the canvas of {room.canvas_length}"
         )
-    lost = [len(fact) - len(kept) for fact, kept in zip(prompt.facts, facts, strict=True)]
-    shortened = sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept)
-    dropped = sum(1 for kept in facts if not kept)
-    cut = {"tokens": sum(lost), "passages_shortened": shortened, "passages_dropped": dropped}
-    return Prompt(prompt.head, tuple(facts), prompt.tail), cut
+    return Prompt(prompt.head, tuple(facts), prompt.tail)
 
 
 def check_prompt_room(questions: Sequence[Question], tokenizer: Tokenizer, room: ContextBudget) -> None:
@@ -293,7 +289,7 @@ def check_prompt_room(questions: Sequence[Question], tokenizer: Tokenizer, room:
         raise error
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evidence:
     """Passages in a prompt that fits, and what became of each."""
 
@@ -319,20 +315,22 @@ def fit_passages(
         for name, text in passages.items()
     }
     prompt = tokenizer.build_prompt(question, [text for text, _ in found.values()], system)
-    fitted, cut = truncate_evidence(prompt, room)
-    texts, cut["passages_shortened"] = dict[str, str](), 0
+    fitted = truncate_evidence(prompt, room)
+    texts, tokens, shortened = dict[str, str](), 0, 0
     facts = zip(found.items(), prompt.facts, fitted.facts, strict=True)
     for number, ((name, (text, skipped)), fact, kept) in enumerate(facts, start=1):
-        cut["tokens"] += skipped
-        if kept and kept != fact:
+        cut = len(fact) - len(kept)
+        tokens += skipped + cut
+        if kept and cut:
             whole, left = (tokenizer.decode_with_offsets([*ids])[0] for ids in (fact, kept))
             lost = len(whole.removesuffix("\n")) - len(left.rstrip("\ufffd"))
             text = tokenizer.template.shorten_passage(number, text, lost)
-        if kept and (text or kept == fact):
+        if kept and (text or not cut):
             texts[name] = text
-            cut["passages_shortened"] += bool(skipped) or kept != fact
-    cut["passages_dropped"] = len(passages) - len(texts)
-    return Evidence(fitted, texts, tuple(name for name in passages if name not in texts), cut)
+            shortened += bool(skipped or cut)
+    dropped = tuple(name for name in passages if name not in texts)
+    counts = {"tokens": tokens, "passages_shortened": shortened, "passages_dropped": len(dropped)}
+    return Evidence(fitted, texts, dropped, counts)
 
 
 @lru_cache(maxsize=4096)  # a passage stays in the evidence of a question for several steps

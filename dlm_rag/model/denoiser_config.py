@@ -29,7 +29,7 @@ from dlm_rag.config.sections import list_ruled_out
 from dlm_rag.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Segment:
     """Token ids at consecutive positions from `start`.
 
@@ -57,6 +57,8 @@ class Segment:
     @cached_property
     def block_ends(self) -> list[int]:
         length, ends = len(self.ids), range(0)
+        if self.block is None and not self.causal:
+            return [length]
         if self.block is not None and self.first < length:
             ends = range(self.first or self.block, length, self.block)
         return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
@@ -255,8 +257,7 @@ class DenoiserConfig:
             _require(turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1")
 
     def add_settings(self, decode: Mapping[str, Any], **retrieval: Any) -> "DenoiserConfig":
-        """The config with more settings of `decode` and `retrieval` as its own, in place of what these
-        rule out."""
+        """The config with more settings of `decode` and `retrieval`, in place of what these rule out."""
         shape = {own: decode[name] for name, own in SHAPE_FIELDS.items() if decode.get(name) is not None}
         rest = {name: value for name, value in decode.items() if name not in SHAPE_FIELDS}
         own = {k: v for k, v in self.decode_settings.items() if k not in list_ruled_out(decode)}

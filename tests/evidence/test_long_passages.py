@@ -55,6 +55,8 @@ def test_a_shortened_passage_is_read_without_what_the_template_writes(fact):
         shown = tokenizer.decode_with_offsets(list(evidence.prompt.facts[1]))[0]
         assert passages["b"].startswith(text) and text.partition("\n")[2] in shown and evidence.texts["a"]
         assert evidence.cut["passages_dropped"] == len(evidence.dropped) == 2 - bool(text)
+        lost = sum(map(len, prompt.facts)) - sum(map(len, evidence.prompt.facts))
+        assert evidence.cut["tokens"] == lost and evidence.cut["passages_shortened"] == bool(text)
         found.append(text)
     assert found == sorted(found, key=len) and found[0] == "" and found[-1] == passages["b"]
     assert {"", *(passages["b"][: n + 1] for n in range(8, len(passages["b"])))} <= {*found}
