@@ -89,7 +89,7 @@ def measure_recall(trace: Path, questions: Path) -> None:
         question, known = asked[rollout.id], rollout.passages
         written = np.cumsum([len(step.committed) for step in rollout.steps])
         recall = [compute_support_recall(step.passage_ids, known, question) for step in rollout.steps]
-        if None in recall:  # nobody has said what supports this answer
+        if not recall or None in recall:  # it failed, or nobody has said what supports its answer
             continue
         found.append([
             recall[min(int(np.searchsorted(written, share * written[-1])), len(recall) - 1)]

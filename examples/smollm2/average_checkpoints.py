@@ -11,8 +11,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dlm_rag.config import load_config
 from dlm_rag.training.initial_model import open_initial_model
@@ -22,9 +24,14 @@ PREFIX = "model.denoiser."  # of a weight in a checkpoint
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     """Returns the adapters of a checkpoint by the denoiser's names."""
-    files = [load_file(path) for path in sorted(checkpoint.glob("*.safetensors"))]
-    named = {name: value for file in files for name, value in file.items() if ".lora_" in name}
-    return {name.removeprefix(PREFIX): value for name, value in named.items() if name.startswith(PREFIX)}
+    reader = HuggingFaceStorageReader(str(checkpoint))  # which puts shards of several processes together
+    tensors = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata) and name.startswith(PREFIX) and ".lora_" in name
+    }
+    dcp.load(tensors, storage_reader=reader)
+    return {name.removeprefix(PREFIX): value for name, value in tensors.items()}
 
 
 def main() -> None:
@@ -45,6 +52,8 @@ def main() -> None:
         for name in adapters[0]
     }
     shapes = origin.build_on_meta(torch.float32).state_dict()  # what is frozen is read from the base
+    if not mean.keys() <= shapes.keys():
+        parser.error("name the settings of the run, train.lora_rank among them")
     origin.export(given.out, {**shapes, **mean})
 
 

@@ -66,15 +66,19 @@ def compose_questions(passages: dict[str, Record]) -> Iterator[Record]:
     pages: dict[str, list[str]] = {}
     for key, passage in passages.items():
         pages.setdefault(passage["title"].lower(), []).append(key)
+    known = set[str]()
     for key, passage in passages.items():
         title, body = passage["title"], passage["contents"]
         if not 0 < len(title.split()) <= MAX_TITLE_WORDS:
             continue
-        for pattern, phrases in RELATIONS:
+        for relation, (pattern, phrases) in enumerate(RELATIONS):
             for match in re.finditer(pattern + _NAME, body):
                 person = next(filter(None, (pages.get(name.lower()) for name in shorten(match[1]))), None)
                 if person and title.lower() != passages[person[0]]["title"].lower():
-                    yield from ask_about(key, title, person, passages, phrases)
+                    for record in ask_about(f"{key}-{relation}", key, title, person, passages, phrases):
+                        if record["id"] not in known:
+                            known.add(record["id"])
+                            yield record
 
 
 def shorten(name: str) -> Iterator[str]:
@@ -85,19 +89,20 @@ def shorten(name: str) -> Iterator[str]:
 
 
 def ask_about(
-    key: str, title: str, person: list[str], passages: dict[str, Record], phrases: tuple[str, ...]
-) -> Iterator[Record]:
-    """Yields a question in two wordings for each fact that one of the person's passages has."""
+    name: str, key: str, title: str, person: list[str], passages: dict[str, Record],
+    phrases: tuple[str, ...],
+) -> Iterator[Record]:  # fmt: skip
+    """Yields a question in two wordings for each fact that the person's passages have; name: in ids."""
     plain = re.sub(r" \(.*\)$", "", title)
     for number, (pattern, questions) in enumerate(FACTS):
         found = ((other, re.search(pattern, passages[other]["contents"])) for other in person)
         other, match = next(((other, match) for other, match in found if match), ("", None))
         for wording in range(2 if match else 0):
-            name = phrases[(number + len(title) + wording) % len(phrases)].format(s=plain)
+            described = phrases[(number + len(title) + wording) % len(phrases)].format(s=plain)
             assert match
             yield {
-                "id": f"composed-{key}-{other}-{number}-{wording}", "set": "composed", "hops": 2,
-                "question": questions[(number + len(title) + wording) % len(questions)].format(p=name),
+                "id": f"composed-{name}-{other}-{number}-{wording}", "set": "composed", "hops": 2,
+                "question": questions[(number + len(title) + wording) % len(questions)].format(p=described),
                 "golden_answers": [match[1]], "supporting_ids": [key, other],
                 "answer_kind": "span", "answer_in_passage": True,
             }  # fmt: skip

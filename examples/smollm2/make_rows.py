@@ -137,6 +137,10 @@ class QuestionSets:
             told = {key: page for key, page in self.passages.items() if page["set"] != ALTERED_SET}
             questions += compose_questions(told)
         held_out = {fold_wording(row["question"]) for row in questions if is_held_out(row)}
+        self.true_pages: dict[str, set[str]] = defaultdict(set)  # by the wording of what they answer
+        for row in questions:
+            if row["set"] != ALTERED_SET:
+                self.true_pages[fold_wording(row["question"])].update(row["supporting_ids"] or ())
         asked = (row for row in questions if fold_wording(row["question"]) not in held_out)
         self.questions = [row for row in asked if self._can_be_asked(row)]
         for row in self.questions:
@@ -177,7 +181,7 @@ class QuestionSets:
         for first in range(0, len(self.questions), SEARCH_BATCH):
             part = self.questions[first : first + SEARCH_BATCH]
             words = bm25s.tokenize([row["question"] for row in part], stopwords="en", show_progress=False)
-            found, _ = index.retrieve(words, k=SEARCH_DEPTH, show_progress=False)
+            found, _ = index.retrieve(words, k=min(SEARCH_DEPTH, len(keys)), show_progress=False)
             for row, places in zip(part, found.tolist(), strict=True):
                 row["found"] = [keys[place] for place in places]
 
@@ -214,7 +218,12 @@ def choose_passages(
     others = [key for key in row["found"] if key not in gold]
     if row["set"] == ALTERED_SET:  # the true passage would say something else
         answer = row["answer"].lower()
-        others = [key for key in row["found"] if answer not in sets.passages[key]["contents"].lower()]
+        true = sets.true_pages.get(fold_wording(row["question"]), ())
+        others = [
+            key
+            for key in row["found"]
+            if key not in true and answer not in sets.passages[key]["contents"].lower()
+        ]
     page = sets.by_title[sets.passages[gold[0]]["title"]]
     same = [key for key in page if key not in gold and sets.passages[key]["set"] != ALTERED_SET]
     if row["set"] != ALTERED_SET and same and rng.random() < SAME_PAGE_SHARE:
@@ -249,9 +258,12 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
     missing = two_pages and drawn < sets.missing_share
     removed = not two_pages and first["set"] != ALTERED_SET and drawn < REMOVED_SHARE
     chosen = choose_passages(rng, sets, first, missing, removed)
-    there, rows = set(chosen), []
+    there, rows, worded = set(chosen), [], set[str]()
 
     def ask(row: Record, response: str, **more: Any) -> None:
+        if (wording := fold_wording(row["question"])) in worded:
+            return  # sets share questions, and NQ-Swap has them with other answers
+        worded.add(wording)
         titles = [sets.passages[key]["title"].partition(" (")[0] for key in row["supporting_ids"]]
         question = vary_wording(rng, row["question"], titles)
         rows.append({"id": row["id"], "question": question, "response": response, **more})
@@ -285,7 +297,8 @@ def find_unanswered(
     page = sets.by_title[sets.passages[passage]["title"]]
     near = [row for key in page if key not in chosen for row in sets.by_passage.get(key, ())]
     if not near:
-        near = [row for row in rng.sample(sets.questions, 60) if row["set"] != ALTERED_SET]
+        drawn = rng.sample(sets.questions, min(60, len(sets.questions)))
+        near = [row for row in drawn if row["set"] != ALTERED_SET]
     rng.shuffle(near)
     return next((r for r in near if r["id"] not in asked and not sets.tells(chosen, r)), None)
 
