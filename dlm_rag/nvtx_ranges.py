@@ -38,8 +38,7 @@ _depth: ContextVar[int] = ContextVar("ranges_open", default=0)
 class StageClock:
     """Adds up the seconds of every stage that ends while the clock is open on this thread.
 
-    Nested stages ("retrieve/embed") count in their own name and in the enclosing stage, so the
-    names without a slash add up to the whole.
+    Nested stages ("retrieve/embed") count in the enclosing one too: names without a slash add up to all.
     """
 
     def __init__(self) -> None:

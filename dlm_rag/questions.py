@@ -23,6 +23,7 @@ from dlm_rag.text import normalize_text, normalize_whitespace, replace_control_c
 
 log = logging.getLogger(__name__)
 
+_SPLIT = re.compile(r"(?<![a-z])(?:train|dev|val|valid|validation|eval|test|corpus)(?![a-z])", re.I)
 _ENTITY = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|[lr][sd]quo|#\d{1,6}|#x[\da-fA-F]{1,5});")  # of HTML
 IMAGE_FIELDS = ("image", "images", "image_url")
 # A list, an object of SQuAD or TriviaQA; the film "[REC]" is neither.
@@ -108,7 +109,10 @@ def read_question_records(path: str | Path) -> Iterator[record_readers.Record]:
         return
     if not found.is_dir():
         found = resolve_regular_file(path, "questions file", QuestionError)
-    for each in record_readers.list_row_files(found, QuestionError) if found.is_dir() else [found]:
+    files = record_readers.list_row_files(found, QuestionError) if found.is_dir() else [found]
+    if len({split[0][:3].lower() for file in files if (split := _SPLIT.search(file.name))}) > 1:
+        raise QuestionError(f"'{found}' holds several splits: name a file, or a folder of one of them")
+    for each in files:
         yield from record_readers.read_records(each, QuestionError, plain="question")
 
 

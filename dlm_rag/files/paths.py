@@ -29,8 +29,7 @@ def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserErr
     """The file in `folder` that a file names, as in `weights.safetensors` or `1_Pooling/config.json`.
 
     Raises `error`, its message beginning with `place`, for any name that leads elsewhere: an absolute path,
-    `..`, a subfolder that is a link out of the folder, a value that is not a text. The file itself may be a
-    link: the hub's cache consists of them.
+    `..`, a link out of the folder, what is no text. The file itself may be a link, as in the hub's cache.
     """
     plain = isinstance(name, str) and "\0" not in name and name == os.path.normpath(name)
     if plain and name.split("/")[0] not in ("", ".", ".."):

@@ -92,11 +92,11 @@ def list_table_rows(table: Any) -> Any:
 
 
 def _list_arrays(value: Any) -> Any:
-    """A value with lists in place of NumPy's arrays."""
+    """A value with lists in place of NumPy's arrays, and None of what is missing."""
     if isinstance(value, dict):
         return {key: _list_arrays(own) for key, own in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
-    return [*map(_list_arrays, value)] if isinstance(value, list) else value
+    return [*map(_list_arrays, value)] if isinstance(value, list) else None if is_missing(value) else value
 
 
 def is_missing(value: Any) -> bool:

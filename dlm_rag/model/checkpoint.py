@@ -334,6 +334,9 @@ def merge_adapter(folder: Path) -> Path:
     base = hub.resolve_hub_folder(base_name, f"the base of {folder}:")
     if (base / hub.ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
+    is_own, revision = Path(base_name).expanduser().is_dir(), config.get("revision")
+    if not is_own and revision not in (None, "main", base.name):  # the name of a snapshot on the hub
+        raise CheckpointError(f"{folder}: its base is of revision {revision!r:.60}: merge it with peft")
     hub.check_checkpoint_files(base, hub.HUB_FILE_PATTERNS)
     scale, own = _read_scale(folder, config), folder / "config.json"
     shape = hub.read_checkpoint_json(own if own.exists() else base / "config.json")

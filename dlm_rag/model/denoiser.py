@@ -104,9 +104,8 @@ class Denoiser(layers.TransformerWeights):
         """The denoiser in a Hugging Face style folder or hub id (see `families.FAMILIES`).
 
         Reads safetensors straight into `dtype` on `device`, and into the precision that `quantize` names.
-        device_map: devices that share the layers, the first one with embedding and head; "auto": all of
-        CUDA. Never runs code from a checkpoint and never unpickles. Raises `CheckpointError` naming any
-        missing, extra or misshapen tensor.
+        device_map: devices that share the layers, the first with embedding and head; "auto": all of CUDA.
+        Never runs code or unpickles. Raises `CheckpointError` naming a missing, extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         named = choose_device(device) if isinstance(device, str) else device

@@ -90,8 +90,8 @@ def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> N
         raise ConfigError(f"quantize={method} is not one of none, {', '.join(METHODS)}{nearest}")
     if find_spec("torchao") is None:
         raise ConfigError(f"model.quantize={method} needs torchao: pip install 'dlm_rag[quantize]'")
-    if method == "nvfp4" and dtype == torch.float16:
-        raise ConfigError("model.quantize=nvfp4 has no float16: set int8, or model.dtype=bfloat16")
+    if dtype == torch.float16:
+        raise ConfigError(f"model.quantize={method} has no float16: set model.dtype to bfloat16 or float32")
     multiple = METHODS[method].multiple
     for name, shape in _list_quantized_shapes(config).items():
         if any(width % multiple for width in shape[-2:]):

@@ -85,8 +85,7 @@ def _is_sound(rollout: Rollout) -> bool:
 def build_page_record(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> dict[str, Any]:
     """The data of a page; of several runs, the questions that all of them have, by id and text.
 
-    known: questions with their golden answers and hops, found by id and text too. Raises `TraceError`
-    where the runs have none in common.
+    known: questions with golden answers and hops. Raises `TraceError` where the runs have none in common.
     """
     by_key = [{(r.id, r.question): r for r in run.rollouts} for run in runs]
     common = [key for key in by_key[0] if all(key in rollouts for rollouts in by_key)]
@@ -254,8 +253,7 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
 
     rollouts: of one question. A bridge is the title of a passage that one of them cites and that its
     question alone did not find; all words of the title, not all of which the question has, are in one of
-    its queries. `asked` is the first step with such a query, `found` the first one with the passage in the
-    evidence; None where there is none.
+    its queries. `asked`: the first step with such a query, `found`: with the passage as evidence; or None.
     """
 
     def first_query(rollout: Rollout, entity: str) -> int | None:

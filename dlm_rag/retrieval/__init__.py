@@ -63,8 +63,7 @@ def load_retriever(
 
 
 def read_retrieval_settings(model: str | Path) -> dict[str, Any]:
-    """The settings of retrieval that a checkpoint, or else an adapter's base, carries; raises
-    `CheckpointError`."""
+    """The settings of retrieval of a checkpoint, or else of an adapter's base; raises `CheckpointError`."""
     from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
     from dlm_rag.files.hub import ADAPTER_CONFIG, read_checkpoint_json, resolve_hub_folder
 

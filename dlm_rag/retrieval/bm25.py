@@ -169,8 +169,7 @@ class ClearChoiceRetriever(base.CorpusRetriever):
     """Fewer than `top_k` passages where some are clearly better: the others distract a reader.
 
     Of what the question finds (or the whole query, without `by_parts`), those with at least `ratio` of the
-    best score, and those with a title that the question has. Of each further part, the best. A title that a
-    better passage has counts for none of this.
+    best score, those with a title that the question has and no better passage. Of further parts, the best.
     """
 
     leaves_out = True

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
@@ -54,7 +54,7 @@ class Passage(NamesRemedy):
     def __repr__(self) -> str:
         return f"Passage({self.id!r}, {reprlib.repr(self.title)}, {reprlib.repr(self.contents)})"
 
-    @property
+    @cached_property
     def text(self) -> str:
         """Title, line break, contents; or the contents alone, if they begin with the title, as FlashRAG's
         format has them: with the title, plain or in quotes, as the first line."""
@@ -157,7 +157,7 @@ class Corpus(Sequence[Passage]):
 
     def read_passages(self, rows: Iterable[int]) -> list[Passage]:
         """The passages of some rows; raises `CorpusError` as `check_unchanged` does."""
-        found = [self[row] for row in rows]
+        found = [*map(self._read_row, map(range(len(self)).__getitem__, rows))]
         self.check_unchanged()  # once: it costs as much as a passage
         return found
 

@@ -77,8 +77,7 @@ class ApiError(Exception):
 def read_api_keys(path: str) -> dict[bytes, str]:
     """The keys of a file, one a line, by their digests: comparing one takes as long whatever it is.
 
-    Blank lines and what begins with # are skipped. Warns of a file that every user of the machine can read.
-    Raises `ConfigError` naming file and line.
+    Blank lines and what begins with # are left out. Warns if all can read it. Raises `ConfigError`.
     """
     found = resolve_regular_file(path, "keys file", ConfigError)
     if found.stat().st_mode & stat.S_IROTH:

@@ -119,8 +119,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """The tokenizer and prompt of a checkpoint folder or hub id, for an evidence layout.
 
-        prompt: a name or a file in place of the checkpoint's own (`prompts.load_prompt`). Runs no code of
-        the checkpoint. Raises `CheckpointError`.
+        prompt: as in `prompts.load_prompt`. Runs no code of the checkpoint. Raises `CheckpointError`.
         """
         from dlm_rag.model.checkpoint import open_checkpoint  # brings torch, which a trace does not need
 

@@ -134,8 +134,7 @@ PROMPTS = {name: PromptTemplate(**texts) for name, texts in _TEXTS.items()}  # b
 def load_prompt(name: str | None, layout: str, own: dict[str, Any] | None = None) -> PromptTemplate:
     """The prompt of that name in `PROMPTS`, or in a JSON or YAML file with the fields of `PromptTemplate`.
 
-    Without a name a checkpoint's `own`. Raises `ConfigError`, and `CheckpointError` as
-    `PromptTemplate.from_checkpoint` does.
+    Without a name a checkpoint's `own`. Raises `ConfigError`, and `CheckpointError` as `from_checkpoint`.
     """
     if name is None:
         return PromptTemplate.from_checkpoint(own, layout)

@@ -229,8 +229,7 @@ class MaskedBatch:
 
     counts: as `Task` says; `divisor`: what the losses of tokens are divided by; `pointed`: supervised
     tokens that a passage in the prompt spells out. read: supervised positions of each row, n in all.
-    supervision: (n,) targets, weights, and whether a token can be copied. pointers, places: of
-    `locate_pointers`.
+    supervision: (n,) targets, weights, whether it can be copied. pointers, places: of `locate_pointers`.
     """
 
     states: list[LaidOutRow]

@@ -83,8 +83,7 @@ class DistributedContext:
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `check_peers` knows. Raises `ConfigError` where the
-        environment is not as torchrun leaves it.
+        Raises what `check_peers` knows after long waits, `ConfigError` where RANK and its like are wrong.
         """
         least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         rank, count, local = (

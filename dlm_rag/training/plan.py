@@ -278,17 +278,18 @@ def print_decode_plan(config: Config) -> None:
     table = Table("machine", *columns, "bound by", "fits")
     for machine in list_planned_machines(config.plan):
         dtype = specs.choose_planned_dtype(config.model.dtype, machine)
+        runs = config.model.quantize == "none" or dtype != torch.float16
         if dtype in machine.flops:
             step = plan_decode_step(config, shape, dtype, machine)
             table.add_row(
                 machine.name, f"{machine.memory / GB:.0f}", format_bytes(step.memory),
                 _scale(step.seconds, DURATIONS), "compute" if step.compute > step.traffic else "memory",
-                "yes" if step.memory <= machine.usable_memory else "no",
+                "yes" if runs and step.memory <= machine.usable_memory else "no",
             )  # fmt: skip
     console = _make_console()
     console.print(f"{config.model.path}: a step of decode.batch_size={config.decode.batch_size} rows")
     console.print(table)
-    console.print("model.quantize and a smaller decode.batch_size take less.")
+    console.print("A smaller decode.batch_size takes less, and so does model.quantize, but not in float16.")
 
 
 def _make_console() -> Console:

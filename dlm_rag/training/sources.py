@@ -392,8 +392,7 @@ def open_world_validation(run: Run) -> QuestionValidation:
 
 def remove_stale_worlds(folder: Path, questions: int, begins: bool) -> None:
     """Removes a world for validation of another number of questions from a run's folder; where the run
-    begins, all worlds of an attempt before, whose settings may have been others. What is not marked as
-    written by a run stays."""
+    begins, all worlds of an attempt before. What is not marked as written by a run stays."""
     written = folder / "validation" / "questions.jsonl"
     fits = written.is_file() and written.read_text("utf-8").count("\n") == questions
     for name in ("validation", "documents") if begins else ("validation",) * (not fits):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -93,7 +93,7 @@ class Trainer:
                 parts = self._take_parts()
                 mine = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
                 counts = self._all_reduce(mine)
-            before = replace(self.denoiser.flop_count)
+            before = self.denoiser.flop_count
             share = self._set_learning_rates()
             found = self._run_backward(parts, counts)
             with profile_stage("optimizer"):
@@ -283,8 +283,7 @@ def run_training(
 def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
-    Returns whether it was, the same on all processes. A step is saved before it is validated; a resumed run
-    makes up for a validation that was cut off.
+    Returns whether it was, alike on all processes. Validation follows saving; resuming makes up for it.
     """
     train, state, processes = trainer.train, trainer.state, trainer.processes
     while True:

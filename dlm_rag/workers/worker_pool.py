@@ -74,8 +74,7 @@ def describe_local_node(device: torch.device) -> dict[str, float]:
 def plan_workers(workers: str, nodes: Nodes, device: torch.device, weights: int) -> WorkerPlacement:
     """So many workers, or as many as the nodes have GPUs or, for the CPU, cores and memory for.
 
-    weights: bytes that each worker loads. Workers of a node share its cores, but take no more threads than
-    one process would. Raises `ConfigError`.
+    weights: bytes that each loads. Those of a node take as many threads as one would. Raises `ConfigError`.
     """
     if device.type == "mps" or device.index is not None:
         raise ConfigError(
@@ -163,8 +162,7 @@ class Worker:
 class WorkerPool(AbstractContextManager["WorkerPool"]):
     """The workers of a run; leaving the context ends all that it started.
 
-    address: "local" starts Ray on this machine for this run; ray://HOST:PORT joins a cluster, and `plan` is
-    a function of the resources of its nodes.
+    address: "local" starts Ray here, ray://HOST:PORT joins a cluster; plan: by the resources of its nodes.
     """
 
     def __init__(self, address: str, plan: WorkerPlacement | Callable[[Nodes], WorkerPlacement]) -> None:

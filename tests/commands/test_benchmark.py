@@ -96,10 +96,14 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
         assert ("| static |" in (tmp_path / "out" / "table.md").read_text()) != fails
 
 
-def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch):
-    model, questions = tmp_path / "model", tmp_path / "q.jsonl"
+@pytest.mark.parametrize("named", [False, True])
+def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    model, questions = tmp_path / "model", tmp_path / "data" / "bamboogle" / "test.jsonl"
     model.mkdir()
-    words = {"models": {"m": f"--model {model}"}, "datasets": {"d": f"questions={questions}"}}
+    questions.parent.mkdir(parents=True)
+    data = "--dataset=bamboogle" if named else f"questions={questions}"
+    words = {"models": {"m": f"--model {model}"}, "datasets": {"d": data}}
     file = write_benchmark(tmp_path, settings=f"limit=5 ~nobody/x {'long' * 99}", **words)
     for changed, ran in ((questions, 1), (None, 0), (questions, 1), (model / "config.json", 1), (None, 0)):
         if changed is not None:

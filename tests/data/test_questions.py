@@ -31,6 +31,36 @@ def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
     assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("other", ["validation-00000-of-00001.jsonl", "corpus.jsonl", "my_Test_1.csv"])
+def test_a_folder_of_several_splits_is_not_read_as_one(tmp_path, other):
+    for name in (
+        "train-00000-of-00002.jsonl",
+        "train-00001-of-00002.jsonl",
+        "latest.jsonl",
+        "devices.jsonl",
+    ):
+        write_jsonl_file(tmp_path / name, [{"id": name, "question": "Who?"}])
+    assert len(read_questions(tmp_path)) == 4
+    (tmp_path / other).write_text('{"id": "x", "question": "Where?"}\n')
+    with pytest.raises(QuestionError, match="several splits"):
+        read_questions(tmp_path)
+
+
+def test_an_empty_cell_of_a_table_is_missing_whatever_its_column():
+    """Here as pandas has them: NaN where only other rows have the field."""
+
+    class Table:
+        columns = ("id",)
+
+        def to_dict(self, form):
+            kept = {"question": "Who?", "type": math.nan, "hops": math.nan, "response": math.nan,
+                    "supporting_facts": np.float64("nan"), "image": math.nan}  # fmt: skip
+            return [{"id": "a", "metadata": {"type": "bridge"}, **kept}, {"id": "b", **kept, "hops": 3.0}]
+
+    first, second = as_questions(Table())
+    assert (first.hops, first.labels, second.hops) == (2, ("bridge",), 3)
+
+
 def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
     rows = [
         {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},

@@ -12,11 +12,15 @@ from dlm_rag.engine.step import name_tokens
 MASK, END = 256, 257
 
 
+def propose(positions, token_ids, confidence):
+    others = dict.fromkeys(("confidence", "log_prob", "entropy", "margin"), confidence)
+    return Proposals.from_arrays(positions=positions, token_ids=token_ids, **others)
+
+
 def put(canvas, tokens):
     positions = np.array(sorted(tokens))
     ids = np.array([tokens[p] for p in sorted(tokens)])
-    ones = np.ones(len(ids))
-    proposals = Proposals(positions, ids, *[ones] * 4)
+    proposals = propose(positions, ids, np.ones(len(ids)))
     canvas.commit(proposals)
     return proposals
 
@@ -77,7 +81,7 @@ def test_another_token_replaces_a_committed_one_behind_what_is_closed():
     canvas = Canvas(4, MASK, frozen_length=0)
     put(canvas, {0: 5, 1: 6, 2: 7})
     confidence = np.array([0.9, 0.4, 0.9, 0.9])
-    found = Proposals(np.arange(4), np.array([8, 8, 7, 8]), *[confidence] * 4)
+    found = propose(np.arange(4), np.array([8, 8, 7, 8]), confidence)
     assert canvas.edit(found, 0.5).positions.tolist() == [0], "neither unsure, nor the same, nor a mask"
     assert canvas.ids.tolist() == [8, 6, 7, MASK]
     canvas.frozen_length = 2
@@ -93,7 +97,7 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
     canvas = Canvas(3, MASK)
     put(canvas, {0: 5})
     confidence = np.array([0.9, 0.3])
-    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), *[confidence] * 4)
+    guesses = propose(np.array([1, 2]), np.array([6, 7]), confidence)
     assert canvas.fill_provisional(guesses, 0.5) == [5, 6, MASK]
     assert canvas.fill_provisional(guesses, 0.0) == [5, 6, 7]
     assert canvas.fill_provisional(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()

@@ -15,9 +15,10 @@ def values(*numbers):
 def proposals(confidence, entropy=None, margin=None):
     n = len(confidence)
     zeros = np.zeros(n)
-    return rules.Proposals(
-        np.arange(n), np.arange(n), values(*confidence), np.log(values(*confidence)),
-        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
+    return rules.Proposals.from_arrays(
+        positions=np.arange(n), token_ids=np.arange(n), confidence=values(*confidence),
+        log_prob=np.log(values(*confidence)), entropy=zeros if entropy is None else values(*entropy),
+        margin=zeros if margin is None else values(*margin),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_rag.config.sections import GENERATION_FILE
 from dlm_rag.errors import CheckpointError
+from dlm_rag.files import hub
 from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
@@ -121,4 +123,21 @@ def test_an_adapter_of_another_model_is_refused(adapter):
     wide = {name: value.repeat(1, 2) if ".lora_A." in name else value for name, value in tensors.items()}
     save_file(wide, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="another model"):
+        open_checkpoint(folder)
+
+
+def test_an_adapter_of_another_revision_of_its_base_is_refused(adapter, monkeypatch):
+    """A folder has none, whatever the config says; a snapshot of the hub is called by its own."""
+    (folder, _), place = adapter, adapter[0] / "adapter_config.json"
+    config = json.loads(place.read_text())
+    base, resolve = Path(config["base_model_name_or_path"]), hub.resolve_hub_folder
+    fetched = {"own/er": base}
+    monkeypatch.setattr(
+        hub, "resolve_hub_folder", lambda name, what: fetched.get(name) or resolve(name, what)
+    )
+    for name, revision in ((str(base), "v1"), ("own/er", "main"), ("own/er", base.name)):
+        place.write_text(json.dumps({**config, "base_model_name_or_path": name, "revision": revision}))
+        open_checkpoint(folder)
+    place.write_text(json.dumps({**config, "base_model_name_or_path": "own/er", "revision": "v1"}))
+    with pytest.raises(CheckpointError, match="revision 'v1'"):
         open_checkpoint(folder)

@@ -132,8 +132,8 @@ def test_a_tensor_that_the_config_does_not_ask_for_is_refused(folder):
 def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, folder, caplog):
     from fnmatch import fnmatch
 
-    def download(name, allow_patterns, local_files_only=False):
-        assert name == "owner/model"
+    def download(name, allow_patterns, local_files_only=False, revision=None):
+        assert name == "owner/model" and revision is None
         if local_files_only:
             raise FileNotFoundError
         fetched = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja"]
@@ -148,6 +148,33 @@ def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, fo
     with caplog.at_level("INFO", logger="dlm_rag"):
         assert open_checkpoint("owner/model").folder == folder
     assert "fetching 'owner/model' into" in caplog.text
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_what_another_library_has_cached_in_part_is_completed(monkeypatch, folder, caplog, online):
+    """Only a whole download leaves a list of the files; without the hub, what there is has to do."""
+    calls = []
+
+    def download(name, allow_patterns, local_files_only=False, revision=None):
+        calls.append(local_files_only)
+        assert local_files_only or revision == folder.name, "not what is newest by now"
+        return str(folder)
+
+    def get_tree(name):
+        raise FileNotFoundError
+
+    def ask_hub(*_, **__):
+        if not online:
+            raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", get_tree)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask_hub)
+    assert open_checkpoint("owner/model").folder == folder
+    assert calls == [True, False][: 1 + online] and ("maybe not whole" in caplog.text) != online
+    monkeypatch.setattr("huggingface_hub.get_cached_repo_tree", lambda name: [])
+    assert open_checkpoint("owner/model").folder == folder and calls[-1]
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["closed port", "black hole"])

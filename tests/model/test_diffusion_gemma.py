@@ -202,7 +202,7 @@ def test_a_canvas_is_settled_once_its_most_probable_tokens_have_stayed(steps, se
     for second in (3, 4, 5, 5, 6, 6, 6):
         best = {"token_ids": np.array([1, second]), "confidence": zero, "log_prob": zero}
         extra = {f"best_{name}": value for name, value in best.items()}
-        found = Proposals(np.arange(2), **best, entropy=zero, margin=zero, extra=extra)
+        found = Proposals.from_arrays(positions=np.arange(2), **best, entropy=zero, margin=zero, **extra)
         canvas.write(found, None, SimpleNamespace(steps_per_block=99), (0, 2))
         settled.append(canvas.frozen_length == 2)
     assert settled == [settled_at is not None and n >= settled_at for n in range(7)]

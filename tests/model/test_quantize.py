@@ -35,6 +35,14 @@ def count_held_bytes(model):
 
 @needs_torchao
 @pytest.mark.parametrize("method", METHODS)
+def test_float16_which_sums_in_float32_is_refused(tmp_path, method):
+    write_checkpoint(sorted(CONFIGS)[0], tmp_path)
+    with pytest.raises(ConfigError, match="no float16"):
+        load(tmp_path, quantize=method, dtype=torch.float16)
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", sorted({*CONFIGS, *PUBLIC}))
 def test_every_family_loads_quantised(tmp_path, family, method):
     """All that multiplies inside the layers, nothing else; counted as it is held; close to what it was."""

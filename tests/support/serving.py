@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -194,6 +193,6 @@ class Broken:
             raise self.error
         wait = self._inner.propose(views)
         return lambda: [
-            replace(p, confidence=np.full_like(p.confidence, np.nan)) if bad else p
+            p.replace(confidence=np.full_like(p.confidence, np.nan)) if bad else p
             for bad, p in zip(short, wait(), strict=True)
         ]

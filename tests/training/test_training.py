@@ -436,7 +436,8 @@ def test_the_command_of_a_card_can_be_pasted(monkeypatch):
     "words",
     [
         ["model.evidence_layout=joint"], ["model.evidence_layout=independent"],
-        ["train.objective=rl", "train.prompts_per_step=2", "train.reward=forwards"],
+        ["train.objective=rl", "train.prompts_per_step=2", "train.num_generations=2",
+         "train.reward=forwards", "decode.max_new_tokens=24", "decode.commit_threshold=0.05"],
     ],
     ids=["joint", "independent", "rl"],
 )  # fmt: skip
