@@ -63,7 +63,7 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import get_peak_memory_bytes
-from dlm_rag.model.denoiser_config import FlopCount
+from dlm_rag.model.denoiser import FlopCount
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 

@@ -33,8 +33,7 @@ from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
 from dlm_rag.model import attention
-from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model

@@ -16,7 +16,7 @@ from decode_replay import find_caching_runner, require_masked_denoiser
 
 from dlm_rag.engine.engine import Decoder, Engine
 from dlm_rag.errors import RunError
-from dlm_rag.model.denoiser_config import FlopCount
+from dlm_rag.model.denoiser import FlopCount
 from dlm_rag.questions import Question
 
 WARMUP_STEPS = 24  # rows begin together; after as many they are spread over their answers

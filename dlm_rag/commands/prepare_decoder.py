@@ -18,7 +18,6 @@ from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settin
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.files.hub import SHIPPED_FOLDER, is_world_model
 from dlm_rag.files.paths import digest_file
 from dlm_rag.progress import format_bytes, show_status
@@ -209,6 +208,7 @@ def prepare_decoder(
     from dlm_rag.engine.engine import resolve_settings
     from dlm_rag.engine.runner import check_step_graphs, check_unread_settings
     from dlm_rag.engine.store import check_store
+    from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.quantize import check_quantize

@@ -30,8 +30,8 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import create_hasher, expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.layers import is_autocast
+from dlm_rag.model.packed_batch import Segment
 from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, Segment
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
+from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import Question
 from dlm_rag.text import content_words, find_sentence_spans, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer

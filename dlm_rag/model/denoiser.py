@@ -8,9 +8,10 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype
-from dlm_rag.model import denoiser_config, layers
+from dlm_rag.model import layers
 from dlm_rag.model.attention import choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, FlopCount, count_head_flops
-from dlm_rag.model.packed_batch import KeysValues, PackedRows, map_arrays, pack_rows
+from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig
+from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, map_arrays, pack_rows
 from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
 from dlm_rag.nvtx_ranges import profile_layer
 
@@ -35,6 +36,33 @@ SAVED_OPS = (
     "aten::mm", "aten::addmm", "aten::_scaled_dot_product_", "torch_attn::_varlen_attn",
     "flash_attn::_flash_attn_varlen_forward",
 )  # fmt: skip
+
+
+@dataclass
+class FlopCount:
+    """What was computed and moved, summed over calls.
+
+    A call of T packed tokens does 2 FLOPs for each weight and token, and 4 D for each pair of a query and a
+    key in each head; it reads the weights once, and keys and values once for each row. A token goes through
+    the experts that it chooses; as many are read as tokens would meet that choose evenly. Activations are
+    not counted. A test compares it with torch's FlopCounterMode, which takes half of a step on a CPU.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0  # those in the products of queries, keys and values
+    bytes_moved: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+
+    def flops_with_backward(self, frozen: bool) -> float:
+        """FLOPs of forward and backward, which is twice forward: by inputs, and by weights not frozen."""
+        return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
+
+    def __add__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(*map(operator.sub, astuple(self), astuple(other)))
 
 
 class Denoiser(layers.TransformerWeights):
@@ -210,7 +238,7 @@ class Denoiser(layers.TransformerWeights):
         """
         (rows, length), block = input_ids.shape, block or self.config.block_size
         causal = (length - 1) // block * block if self.config.causal_context and block else 0
-        row = denoiser_config.Segment((0,) * length, 0, block=block, causal=causal)
+        row = Segment((0,) * length, 0, block=block, causal=causal)
         packed = pack_rows([row] * rows, input_ids.device)
         hidden = self.encode(replace(packed, ids=input_ids.flatten()))[0].view(rows, length, -1)
         ahead = length - 1 if self.config.shifted else causal  # tokens whose states predict the next one
@@ -261,7 +289,7 @@ class Denoiser(layers.TransformerWeights):
         """Adds what the layers do for packed rows to `flop_count`."""
         sight = rows.attention_metadata
         last = sight if self.config.routes_blocks else rows.last_layer_metadata
-        self.flop_count += denoiser_config.count_encode_flops(
+        self.flop_count += count_encode_flops(
             self.config, rows.lengths, sight.key_lengths, last.query_lengths, self.compute_dtype.itemsize,
             (sight.num_attention_pairs, last.num_attention_pairs),
         )  # fmt: skip
@@ -371,3 +399,50 @@ class HostedDenoiser:
 
 
 AnyDenoiser = Denoiser | HostedDenoiser
+
+
+def count_encode_flops(
+    config: DenoiserConfig, lengths: Sequence[int], keys: Sequence[int], through: Sequence[int], size: int,
+    pairs: tuple[int, int] | None = None,
+) -> FlopCount:  # fmt: skip
+    """One `Denoiser.encode`: tokens of each row, keys that it sees, tokens that pass the last layer.
+
+    size: bytes of a number. pairs: of a token and a key that it sees, in a layer and in the last one.
+    """
+    c, layers = config, config.num_hidden_layers
+    kv = 2 * c.num_key_value_heads * c.head_dim
+    q = c.num_attention_heads * c.head_dim
+    own = c.hidden_size * kv  # weights that every token of a layer needs
+    rest = 2 * c.hidden_size * q  # those that only what goes on needs
+    total, last = sum(lengths), sum(through)
+    seen, last_seen = pairs or (
+        sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
+    )
+    products = looks = moved = 0.0
+    for layer in range(layers):
+        on, pairs_seen = (last, last_seen) if layer == layers - 1 else (total, seen)
+        fed, read = _feed_forward(c, on, layer >= c.dense_layers)
+        products += own * total + (rest + fed) * on
+        looks += 4 * q * pairs_seen
+        moved += own + (rest if on else 0) + read + kv * sum(keys)
+    return FlopCount(2 * products + looks, looks, size * moved, 1, total)
+
+
+def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[float, float]:
+    """Weights of the net or the experts of a layer that a token goes through, and that `tokens` read."""
+    width, e = config.hidden_size, config.experts
+    if not sparse or e is None:
+        plain = 3.0 * width * config.intermediate_size
+        return plain, plain if tokens else 0.0
+    one = 3.0 * width * e.moe_intermediate_size
+    all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
+    met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
+    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
+
+
+def count_head_flops(config: DenoiserConfig, rows: float, size: int) -> FlopCount:
+    """Logits of `rows` hidden states."""
+    return FlopCount(
+        flops=2 * rows * config.hidden_size * config.vocab_size,
+        bytes_moved=size * config.vocab_size * (config.hidden_size + rows),
+    )

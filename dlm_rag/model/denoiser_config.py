@@ -1,6 +1,6 @@
-"""The architecture as numbers: config, names and shapes of tensors, what calls compute and move.
+"""The architecture as numbers, and the layouts of evidence.
 
-Evidence layouts say where the tokens of a prompt stand, and what stays valid when the evidence changes:
+These say where the tokens of a prompt stand, and what stays valid when the evidence changes:
 
     joint         the prompt runs with the canvas: every token sees every other
     prefix        the prompt sees itself alone: valid until any passage of it changes
@@ -10,89 +10,18 @@ Evidence layouts say where the tokens of a prompt stand, and what stays valid wh
 In all of them the canvas sees the whole prompt.
 """
 
-import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 from annotated_types import Ge, Gt, Lt
-from numpy.typing import NDArray
 from pydantic import ConfigDict, GetPydanticSchema, Strict
 from pydantic.dataclasses import dataclass
 from pydantic_core.core_schema import literal_schema
 
 from dlm_rag.config.sections import list_ruled_out
 from dlm_rag.errors import ConfigError
-
-
-@dataclasses.dataclass
-class Segment:
-    """Token ids at consecutive positions from `start`.
-
-    With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
-    then every `block` of them. Without, each token sees all. The first `causal` tokens are a block each.
-    """
-
-    ids: tuple[int, ...]
-    start: int
-    first: int = 0
-    block: int | None = None
-    causal: int = 0
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.ids, self.start, self.first, self.block or 0))
-
-    def __hash__(self) -> int:
-        return self._hash  # a step looks at each segment of each row dozens of times
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-    @cached_property
-    def block_ends(self) -> list[int]:
-        length, ends = len(self.ids), range(0)
-        if self.block is None and not self.causal:
-            return [length]
-        if self.block is not None and self.first < length:
-            ends = range(self.first or self.block, length, self.block)
-        return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
-
-    @property
-    def visible_counts(self) -> NDArray[np.int32]:
-        """(n,) how many tokens of the segment each of them sees."""
-        ends = np.array(self.block_ends, dtype=np.int32)
-        return np.repeat(ends, np.diff(ends, prepend=0))
-
-    def block_start(self, token: int) -> int:
-        """The last place up to `token` at which a block begins."""
-        if token < self.causal:
-            return token
-        if self.block is None or token < self.first:
-            return self.causal
-        return self.first + (token - self.first) // self.block * self.block
-
-    def slice_tokens(self, start: int, stop: int) -> "Segment":
-        """Its tokens from `start` on and before `stop`, in the same blocks."""
-        first = self.first
-        if self.block is not None:
-            first = first - start if start < first else self.block - (start - first) % self.block
-        causal = max(0, min(self.causal, stop) - start)
-        return Segment(self.ids[start:stop], self.start + start, first, self.block, causal=causal)
-
-    def split_into_blocks(self) -> "list[Segment]":
-        """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
-        if self.block is None and not self.causal:
-            return [self]
-        head = [self.slice_tokens(0, self.causal)] * (self.causal > 0)
-        ends = [self.causal, *(end for end in self.block_ends if end > self.causal)]
-        return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
-
 
 PlacedTokens = tuple[Sequence[int], int]  # ids, and the position of the first
 
@@ -276,7 +205,7 @@ class DenoiserConfig:
         """Numbers of each head that positions turn."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    @property
+    @cached_property
     def routes_blocks(self) -> bool:
         """Whether the tokens of a block of attention share a choice of experts, as in LLaDA2.2."""
         return bool(self.experts is not None and self.experts.expert_capacity and self.block_size)
@@ -293,7 +222,7 @@ class DenoiserConfig:
             return ("diffusion",)
         return ("autoregressive",) if self.block_size == 1 else ("diffusion", "autoregressive")
 
-    @property
+    @cached_property
     def dense_layers(self) -> int:
         """Layers at the bottom that have one feed-forward net for all tokens."""
         dense = self.num_hidden_layers if self.experts is None else self.experts.first_k_dense_replace
@@ -320,77 +249,3 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
         value = scaling.get(key)
         holds = isinstance(value, int | float) and not isinstance(value, bool) and 1e-37 < value < 1e38
         _require(holds, f"rope_scaling: {key}={value!r:.60} must be a number above 0 that float32 can hold")
-
-
-@dataclasses.dataclass
-class FlopCount:
-    """What was computed and moved, summed over calls.
-
-    A call of T packed tokens does 2 FLOPs for each weight and token, and 4 D for each pair of a query and a
-    key in each head; it reads the weights once, and keys and values once for each row. A token goes through
-    the experts that it chooses; as many are read as tokens would meet that choose evenly. Activations are
-    not counted. A test compares it with torch's FlopCounterMode, which takes half of a step on a CPU.
-    """
-
-    flops: float = 0.0
-    attention_flops: float = 0.0  # those in the products of queries, keys and values
-    bytes_moved: float = 0.0
-    calls: int = 0
-    tokens: int = 0
-
-    def flops_with_backward(self, frozen: bool) -> float:
-        """FLOPs of forward and backward, which is twice forward: by inputs, and by weights not frozen."""
-        return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
-
-    def __add__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
-
-    def __sub__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
-
-
-def count_encode_flops(
-    config: DenoiserConfig, lengths: Sequence[int], keys: Sequence[int], through: Sequence[int], size: int,
-    pairs: tuple[int, int] | None = None,
-) -> FlopCount:  # fmt: skip
-    """One `Denoiser.encode`: tokens of each row, keys that it sees, tokens that pass the last layer.
-
-    size: bytes of a number. pairs: of a token and a key that it sees, in a layer and in the last one.
-    """
-    c, layers = config, config.num_hidden_layers
-    kv = 2 * c.num_key_value_heads * c.head_dim
-    q = c.num_attention_heads * c.head_dim
-    own = c.hidden_size * kv  # weights that every token of a layer needs
-    rest = 2 * c.hidden_size * q  # those that only what goes on needs
-    total, last = sum(lengths), sum(through)
-    seen, last_seen = pairs or (
-        sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
-    )
-    products = looks = moved = 0.0
-    for layer in range(layers):
-        on, pairs_seen = (last, last_seen) if layer == layers - 1 else (total, seen)
-        fed, read = _feed_forward(c, on, layer >= c.dense_layers)
-        products += own * total + (rest + fed) * on
-        looks += 4 * q * pairs_seen
-        moved += own + (rest if on else 0) + read + kv * sum(keys)
-    return FlopCount(2 * products + looks, looks, size * moved, 1, total)
-
-
-def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[float, float]:
-    """Weights of the net or the experts of a layer that a token goes through, and that `tokens` read."""
-    width, e = config.hidden_size, config.experts
-    if not sparse or e is None:
-        plain = 3.0 * width * config.intermediate_size
-        return plain, plain if tokens else 0.0
-    one = 3.0 * width * e.moe_intermediate_size
-    all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
-    met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
-    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
-
-
-def count_head_flops(config: DenoiserConfig, rows: float, size: int) -> FlopCount:
-    """Logits of `rows` hidden states."""
-    return FlopCount(
-        flops=2 * rows * config.hidden_size * config.vocab_size,
-        bytes_moved=size * config.vocab_size * (config.hidden_size + rows),
-    )

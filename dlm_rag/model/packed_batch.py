@@ -10,7 +10,7 @@ What rows see before their own tokens: in training parts of an earlier call that
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,74 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.denoiser_config import Segment
-
 ALIGNMENT_BYTES = 16  # bytes; what is read as wide numbers must begin at a multiple of them
 Places = NDArray[np.int64]  # of tokens in a memory
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
+
+
+@dataclass
+class Segment:
+    """Token ids at consecutive positions from `start`.
+
+    With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
+    then every `block` of them. Without, each token sees all. The first `causal` tokens are a block each.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    first: int = 0
+    block: int | None = None
+    causal: int = 0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ids, self.start, self.first, self.block or 0))
+
+    def __hash__(self) -> int:
+        return self._hash  # a step looks at each segment of each row dozens of times
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @cached_property
+    def block_ends(self) -> list[int]:
+        length, ends = len(self.ids), range(0)
+        if self.block is None and not self.causal:
+            return [length]
+        if self.block is not None and self.first < length:
+            ends = range(self.first or self.block, length, self.block)
+        return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
+
+    @property
+    def visible_counts(self) -> NDArray[np.int32]:
+        """(n,) how many tokens of the segment each of them sees."""
+        ends = np.array(self.block_ends, dtype=np.int32)
+        return np.repeat(ends, np.diff(ends, prepend=0))
+
+    def block_start(self, token: int) -> int:
+        """The last place up to `token` at which a block begins."""
+        if token < self.causal:
+            return token
+        if self.block is None or token < self.first:
+            return self.causal
+        return self.first + (token - self.first) // self.block * self.block
+
+    def slice_tokens(self, start: int, stop: int) -> "Segment":
+        """Its tokens from `start` on and before `stop`, in the same blocks."""
+        first = self.first
+        if self.block is not None:
+            first = first - start if start < first else self.block - (start - first) % self.block
+        causal = max(0, min(self.causal, stop) - start)
+        return Segment(self.ids[start:stop], self.start + start, first, self.block, causal=causal)
+
+    def split_into_blocks(self) -> "list[Segment]":
+        """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
+        if self.block is None and not self.causal:
+            return [self]
+        head = [self.slice_tokens(0, self.causal)] * (self.causal > 0)
+        ends = [self.causal, *(end for end in self.block_ends if end > self.causal)]
+        return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
 
 
 @dataclass(frozen=True)

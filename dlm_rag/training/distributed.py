@@ -29,7 +29,7 @@ from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import Segment
+from dlm_rag.model.packed_batch import Segment
 
 TIMEOUT = timedelta(minutes=10)  # that a process waits for another
 # What gloo, NCCL and torch's store say only of a lost process.

@@ -23,9 +23,9 @@ from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import ContextBudget
 from dlm_rag.machine import measure_free_bytes
-from dlm_rag.model import denoiser_config
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, count_encode_flops
+from dlm_rag.model.denoiser import count_encode_flops, count_head_flops
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.training import initial_model, specs
@@ -114,7 +114,7 @@ def plan_decode_step(
     memory += count_weight_bytes(shape, size, quantize)
     lengths, seen = [row.step] * rows, [max(row.prompt + row.canvas, row.step)] * rows
     work = count_encode_flops(shape, lengths, seen, [row.canvas] * rows, size)
-    head = denoiser_config.count_head_flops(shape, rows * row.canvas, size)
+    head = count_head_flops(shape, rows * row.canvas, size)
     keys = count_kv_bytes(shape, dtype) * sum(seen)
     packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(

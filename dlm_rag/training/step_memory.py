@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import FlopCount, count_head_flops
+from dlm_rag.model.denoiser import Denoiser, FlopCount, count_head_flops
 from dlm_rag.model.layers import ExpertStack
 from dlm_rag.training.task import Task
 from dlm_rag.training.trainer import make_autocast, make_optimizers

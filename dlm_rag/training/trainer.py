@@ -29,8 +29,7 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.energy import merge_readings, open_meter
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_folder, write_text_atomic
-from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import count_head_flops
+from dlm_rag.model.denoiser import Denoiser, count_head_flops
 from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
 from dlm_rag.training import distributed

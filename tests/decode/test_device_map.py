@@ -9,8 +9,7 @@ from dlm_rag.commands.prepare_decoder import choose_devices
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import assign_devices, list_devices
-from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.training.step_memory import replace_with_empty_weights
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.setup_matrix import EXPERTS, make_setup_decoder

@@ -19,7 +19,7 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.store import EvidenceStore, open_evidence_store
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import Segment
+from dlm_rag.model.packed_batch import Segment
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.attention import ragged_kernel

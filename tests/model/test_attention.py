@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_rag.engine.cache import KVMemory
 from dlm_rag.model import attention
 from dlm_rag.model.attention import compute_attention
-from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import MemoryRows, pack_rows
+from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
 from tests.support.tiny_models import tiny_denoiser
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dlm_rag import Denoiser
-from dlm_rag.model.denoiser_config import ExpertsConfig, count_encode_flops
+from dlm_rag.model.denoiser import count_encode_flops
+from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.model.layers import MixtureOfExperts, grouped_matmul, multiply_by_expert
 from tests.support.tiny_models import tiny_denoiser
 

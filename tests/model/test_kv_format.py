@@ -6,8 +6,7 @@ import torch
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVMemory, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.model.packed_batch import Segment, pack_rows
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.support.attention import ragged_kernel
 from tests.support.tiny_models import tiny_denoiser

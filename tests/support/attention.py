@@ -9,8 +9,7 @@ import torch
 
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import Segment
-from dlm_rag.model.packed_batch import AttentionMetadata, pack_rows
+from dlm_rag.model.packed_batch import AttentionMetadata, Segment, pack_rows
 
 
 def by_the_book(q, k, v, limits=None, allowed=None):
