@@ -30,6 +30,7 @@ STAGES = (
 NVTX_DOMAIN = "dlm_rag"
 MAX_CACHED_NVTX_MESSAGES = 1000  # of steps and questions
 _messages = count(1)
+_NOTHING = nullcontext()
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
 _depth: ContextVar[int] = ContextVar("ranges_open", default=0)
@@ -111,43 +112,47 @@ def _forget_old_messages() -> None:
         domain.get_registered_string.cache_clear()
 
 
-@contextmanager
-def _open_range(name: str, annotation: nvtx.annotate, is_step: bool = False) -> Iterator[None]:
-    """A named range for NVTX and, while it runs, torch's profiler; closes on errors too."""
-    depth = _depth.get()
-    entered, window = _depth.set(depth + 1), capture_window if is_step and not depth else None
-    try:
-        with window.count_step() if window else nullcontext(), annotation, _torch_range(name):
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                if (clock := _clock.get()) and not is_step:
-                    clock.seconds[name] += time.perf_counter() - start
-    finally:
-        _depth.reset(entered)
+class _Range(AbstractContextManager[None]):
+    """A range for NVTX and, while it runs, torch's profiler; in half the time that a generator takes."""
+
+    def __init__(self, name: str, annotation: nvtx.annotate, timed: bool = False) -> None:
+        self._name, self._annotation, self._timed = name, annotation, timed
+
+    def __enter__(self) -> None:
+        self._entered = _depth.set(_depth.get() + 1)
+        self._annotation.__enter__()
+        self._torch = _torch_range(self._name)
+        self._torch.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._timed and (clock := _clock.get()):
+            clock.seconds[self._name] += time.perf_counter() - self._start
+        self._torch.__exit__(*error)
+        self._annotation.__exit__(*error)
+        _depth.reset(self._entered)
 
 
 def profile_stage(name: str) -> AbstractContextManager[None]:
     """The range of a stage of `STAGES`, timed by the open `StageClock`; raises `ValueError`."""
     if name not in STAGES:
         raise ValueError(f"'{name}' is not a stage; the stages are {', '.join(STAGES)}")
-    return _open_range(name, _range(name))
-
-
-def profile_step(step: int, rows: int) -> AbstractContextManager[None]:
-    """The range of one step of a loop: `step 12 rows 8`, readable in any nsys version."""
-    message = f"step {step} rows {rows}"
-    _forget_old_messages()
-    return _open_range(message, nvtx.annotate(message, domain=NVTX_DOMAIN), is_step=True)
+    return _Range(name, _range(name), timed=True)
 
 
 @contextmanager
-def profile_layer(number: int) -> Iterator[None]:
-    """The range of one layer of the model, as `layer 3`: below the stages, and no part of their clock."""
-    message = f"layer {number}"
-    with _range(message), _torch_range(message):
+def profile_step(step: int, rows: int) -> Iterator[None]:
+    """The range of one step of a loop: `step 12 rows 8`, readable in any nsys version."""
+    message, window = f"step {step} rows {rows}", None if _depth.get() else capture_window
+    _forget_old_messages()
+    annotation = nvtx.annotate(message, domain=NVTX_DOMAIN)
+    with window.count_step() if window else nullcontext(), _Range(message, annotation):
         yield
+
+
+def profile_layer(number: int) -> AbstractContextManager[None]:
+    """The range of one layer of the model, as `layer 3`: below the stages, and no part of their clock."""
+    return _Range(message := f"layer {number}", _range(message))
 
 
 def mark_event(message: str) -> None:
@@ -158,9 +163,9 @@ def mark_event(message: str) -> None:
         pass
 
 
-def _torch_range(message: str) -> AbstractContextManager[object]:
+def _torch_range(message: str) -> AbstractContextManager[Any]:
     """A range of torch's profiler where one is running; this module does not import torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
+        return _NOTHING
     return torch.profiler.record_function(message)

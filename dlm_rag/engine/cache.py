@@ -47,8 +47,8 @@ class ForwardSpan(NamedTuple):
 
     def locate(self, places: NDArray[np.int64]) -> list[int]:
         """Which of these places in the chain, ascending, are in it, counted from its first token."""
-        first, end = places.searchsorted((self.begin, self.begin + len(self.segment.ids)))
-        return (places[first:end] - self.begin).tolist()
+        at, end = (places - self.begin).tolist(), len(self.segment.ids)
+        return at if at and at[0] >= 0 and at[-1] < end else [n for n in at if 0 <= n < end]
 
 
 @dataclass
@@ -154,9 +154,8 @@ class KVCache:
 
     def _give_up(self) -> None:
         """Frees what the call under way has taken and nobody keeps."""
-        chains = [chain.places for chain in self._next.values()]
-        for places in (*self._new.values(), *chains, *self._loose):
-            self.memory.give_back(places)
+        chains = (chain.places for chain in self._next.values())
+        self.memory.give_back(np.concatenate([NOWHERE, *self._new.values(), *chains, *self._loose]))
         self._seen, self._new, self._next, self._loose = {}, {}, {}, []
 
     def _locate(self, wanted: dict[Segment, None]) -> None:
@@ -225,10 +224,10 @@ class KVCache:
         places, valid = self._extend_chain(row)
         context = [self._seen[segment] for segment in laid.context_segments]
         done = row.finished_tokens if laid.unseen_segments else valid  # else the window follows at once
-        front = len(laid.seen_by_blocks)
+        front = len(context) - laid.unseen_segments
         for start, stop, seen in ((valid, done, context[:front]), (done, len(chain.ids), context)):
             if start < stop:
-                run = chain.slice_tokens(start, stop)
+                run = chain.slice_tokens(start, stop) if start or stop < len(chain.ids) else chain
                 # Without masks each block is a run, which the next one sees as it is kept (int8).
                 for piece in [run] if in_place else run.split_into_blocks():
                     begin = piece.start - chain.start

@@ -409,9 +409,10 @@ class Engine(AbstractContextManager["Engine"]):
         return rows
 
     def _split_seconds(self, rows: list[Row]) -> None:
-        for name, value in self._clock.pop_seconds().items():
-            for row in rows:
-                row.record.seconds[name] = row.record.seconds.get(name, 0.0) + value / len(rows)
+        spent = self._clock.pop_seconds().items()
+        for seconds in [row.record.seconds for row in rows]:
+            for name, value in spent:
+                seconds[name] = seconds.get(name, 0.0) + value / len(rows)
 
     def _remove_row(self, group: list[Row], row: Row) -> None:
         group.remove(row)

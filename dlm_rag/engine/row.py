@@ -123,7 +123,7 @@ class Canvas:
 
     def commit(self, chosen: Proposals) -> None:
         """Writes the chosen proposals down; raises `ValueError` if one of them is committed already."""
-        if not self.masked[chosen.positions].all():
+        if np.count_nonzero(self.masked[chosen.positions]) < len(chosen.positions):
             raise ValueError("a committed position cannot be committed again")
         self.ids[chosen.positions] = chosen.token_ids
         self.masked[chosen.positions] = False
@@ -139,8 +139,8 @@ class Canvas:
 
     def fill_provisional(self, provisional: Proposals, least_confidence: float) -> list[int]:
         """Ids with the provisional tokens of at least that confidence in their places."""
-        ids, entering = self.ids.copy(), provisional.subset(provisional.confidence >= least_confidence)
-        ids[entering.positions] = entering.token_ids
+        ids, entering = self.ids.copy(), provisional.confidence >= least_confidence
+        ids[provisional.positions[entering]] = provisional.token_ids[entering]
         return ids.tolist()
 
     def is_finished(self, end_ids: Collection[int]) -> bool:

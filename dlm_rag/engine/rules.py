@@ -49,8 +49,7 @@ class Proposals:
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
-        choose = self.records.compress if keep.dtype == bool else self.records.take
-        return Proposals(choose(keep))
+        return Proposals(self.records.compress(keep) if keep.dtype == bool else self.records.take(keep))
 
     def replace(self, **fields: NDArray[Any]) -> "Proposals":
         """The proposals with others of these fields."""
@@ -126,7 +125,7 @@ def select_left_to_right(
     waits for the next step: guessed together, the second is often the first again ("Ewaldwald").
     """
     repeated = np.concatenate(([False], token_ids[1:] == token_ids[:-1]))
-    unsure = np.flatnonzero((confidence < threshold) | repeated)
+    unsure = ((confidence < threshold) | repeated).nonzero()[0]
     count = int(unsure[0]) if len(unsure) else len(confidence)
     return np.arange(min(len(confidence), max(count, least)))
 
@@ -137,7 +136,7 @@ def select_by_threshold(confidence: FloatArray, commit_threshold: float, least: 
 
     Fast-dLLM (arXiv 2505.22618), SARDI, SDAR, LLaDA2. A threshold above 1 commits `least` a step.
     """
-    clear = np.flatnonzero(confidence >= commit_threshold)
+    clear = (confidence >= commit_threshold).nonzero()[0]
     return clear if len(clear) >= least else select_highest(confidence, least)
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
                 continue
             if proposals is None:
                 row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
-            elif not np.isfinite(proposals.confidence).all():
+            elif np.count_nonzero(np.isfinite(proposals.confidence)) < len(shown.positions):
                 row.fail("the denoiser's output is not a number")
             else:
                 commit(row, shown, proposals, tokenizer)
@@ -93,7 +93,7 @@ def build_row_input(row: Row) -> RowInput:
     asked = canvas.masked[begin : max(end, begin + 1)].copy()
     if canvas.frozen_length is not None and begin < end:
         asked[: row.view.block[1] - begin] = True
-    positions = begin + np.flatnonzero(asked)
+    positions = begin + asked.nonzero()[0]
     if settings.mode == "autoregressive" and row.laid_out_prompt.unseen_segments:
         begin -= 1  # the last token alone sees the evidence
     rule = find_rule(settings.commit_rule)
@@ -143,7 +143,9 @@ def _choose(row: Row, proposals: Proposals) -> Proposals | None:
     """The proposals to commit in the open spans; None where these have no mask."""
     at, chosen = proposals.positions, list[Proposals]()
     for span in row.view.spans:
-        candidates = proposals.subset(row.canvas.masked[at] & (at >= span.begin) & (at < span.end))
+        candidates = Proposals(proposals.records[slice(*at.searchsorted((span.begin, span.end)))])
+        if row.canvas.frozen_length is not None:  # committed ones are asked for, too
+            candidates = candidates.subset(row.canvas.masked[candidates.positions])
         if len(candidates.positions):
             chosen.append(_choose_in_span(row, candidates, span))
     if len(chosen) < 2:
@@ -210,10 +212,10 @@ def name_tokens(
     if written is None:
         return ()
     rows = written.records[["positions", "token_ids", "confidence", "log_prob"]].tolist()
-    texts = {position: tokenizer.token_text(token) for position, token, *_ in rows}
+    texts = {position: tokenizer.token_text(token) for position, token, _, _ in rows}
     for position in [p for p, text in texts.items() if NO_CHARACTER in text]:
         texts[position] = _spell_part(canvas, position, texts.keys(), tokenizer)
-    return tuple(CommittedToken(position, token, texts[position], *sure) for position, token, *sure in rows)
+    return tuple([CommittedToken(n, token, texts[n], sure, log_prob) for n, token, sure, log_prob in rows])
 
 
 def _spell_part(canvas: Canvas, position: int, new: Collection[int], tokenizer: Tokenizer) -> str:
@@ -333,7 +335,9 @@ class Searches:
         if fitted.cut["tokens"] > rollout.cut.get("tokens", 0):
             rollout.cut = fitted.cut
         kept = rollout.evidence_texts  # of a passage cut twice the shorter text makes for a safe citation
-        kept |= {name: min(kept.get(name, text), text, key=len) for name, text in fitted.texts.items()}
+        for name, text in fitted.texts.items():
+            if len(text) < len(kept.setdefault(name, text)):
+                kept[name] = text
         row.retrieved_passages, row.evidence, row.laid_out_prompt = passages, fitted, laid
 
     def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
@@ -387,13 +391,8 @@ def find_differing(ids: Sequence[int], other: Sequence[int]) -> NDArray[np.int64
     return np.arange(1 + front - len(ids), -back)
 
 
-def _check_passages(found: SearchResult) -> SearchResult:
+def _check_passages(found: Any) -> SearchResult:
     """What a retriever, maybe the user's own, has found, or the error that it is not a list of passages."""
-    if isinstance(found, Exception):
-        return found
     passages = list(found) if isinstance(found, Iterable) else [found]
-    for passage in passages:
-        is_one = isinstance(passage, Passage) and isinstance(passage.id, str)
-        if not (is_one and isinstance(passage.title, str) and isinstance(passage.contents, str)):
-            return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
-    return passages
+    wrong = [passage for passage in passages if not isinstance(passage, Passage)]
+    return TypeError(f"a search found {wrong[0]!r:.60}, which is not a Passage") if wrong else passages

@@ -12,7 +12,7 @@ changes. `no_evidence` has question, finished blocks, passages, window; nothing 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -107,22 +107,19 @@ class RowInput:
     needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
     barred: NDArray[np.bool_] | None = None  # (V,) tokens that may not stand at the first position
+    chain: Segment = field(init=False)  # lead and canvas
+    states: NDArray[np.int64] = field(init=False)  # (n,) places in it of what predicts the positions
 
-    @cached_property
-    def chain(self) -> Segment:
-        """Lead and canvas."""
-        return self.laid_out_prompt.build_canvas_segment(self.canvas.tolist(), self.finished_length)
+    def __post_init__(self) -> None:
+        laid, at = self.laid_out_prompt, self.positions
+        self.chain = laid.build_canvas_segment(self.canvas.tolist(), self.finished_length)
+        before = laid.shifted or (len(at) > 0 and at[-1] >= len(self.canvas))
+        self.states = at + (len(laid.canvas_prefix.ids) - bool(before))
 
     @property
     def finished_tokens(self) -> int:
         """Tokens of the chain in whole blocks that change no more."""
         return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
-
-    @cached_property
-    def states(self) -> NDArray[np.int64]:
-        """Where in the chain the states (n,) are that predict the positions."""
-        laid, behind = self.laid_out_prompt, self.positions[-1:] >= len(self.canvas)
-        return self.positions + (len(laid.canvas_prefix.ids) - bool(laid.shifted or behind.any()))
 
     @property
     def training_row(self) -> "LaidOutRow":
@@ -228,7 +225,7 @@ def check_finished_blocks(
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ContextBudget:
     """How evidence is laid out and what must hold it next to the canvas; lengths in tokens."""
 

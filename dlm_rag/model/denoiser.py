@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -59,10 +59,10 @@ class FlopCount:
         return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
 
     def __add__(self, other: FlopCount) -> FlopCount:
-        return FlopCount(*map(operator.add, astuple(self), astuple(other)))
+        return FlopCount(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: FlopCount) -> FlopCount:
-        return FlopCount(*map(operator.sub, astuple(self), astuple(other)))
+        return FlopCount(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
 class Denoiser(layers.TransformerWeights):

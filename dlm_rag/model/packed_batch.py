@@ -51,8 +51,6 @@ class Segment:
     @cached_property
     def block_ends(self) -> list[int]:
         length, ends = len(self.ids), range(0)
-        if self.block is None and not self.causal:
-            return [length]
         if self.block is not None and self.first < length:
             ends = range(self.first or self.block, length, self.block)
         return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
@@ -276,7 +274,8 @@ def pack_rows(
     lengths = tuple(len(run.ids) for run in runs)
     seen = (0,) * len(runs) if context is None else context.context_lengths
     keys = tuple(a + b for a, b in zip(seen, lengths, strict=True))
-    partial = tuple(len(run.block_ends) > 1 for run in runs)  # whether some token does not see all
+    # Whether some token does not see all.
+    partial = tuple((run.block is not None or run.causal > 0) and len(run.block_ends) > 1 for run in runs)
     starts = np.array([run.start for run in runs], dtype=np.int64)
     sent: dict[str, NDArray[Any]] = {
         "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),

@@ -79,13 +79,13 @@ def join_query(question: str, added: str, lists_titles: bool = False) -> Query:
     for with the question, for the beginning of a name alone finds others.
     """
     asked = normalize_whitespace(question)
-    text = normalize_whitespace(f"{asked} {' '.join(dict.fromkeys(added.split()))}")
+    text = " ".join((asked, *dict.fromkeys(added.split()))).strip()
     in_row = lists_titles and "; " in added
     clauses = _split_row(added) if in_row else extract_sentences(added)
     if in_row and clauses and added.rstrip()[-1] not in ";#":
         clauses[-1] = f"{asked} {clauses[-1]}"
-    parts = [normalize_whitespace(part) for part in (asked, *clauses) if part]
-    return Query(text, tuple(dict.fromkeys(parts)))
+    parts = (asked, *map(normalize_whitespace, clauses))
+    return Query(text, tuple(dict.fromkeys(filter(None, parts))))
 
 
 def _split_row(added: str) -> list[str]:
@@ -125,7 +125,7 @@ def find_query_policy(name: str) -> QueryPolicy:
 def build_query(policy: str, question: str, response: str = "", top_passage: str = "") -> Query:
     """The query of a step; question, response, top_passage: texts as decoded."""
     query = find_query_policy(policy).write(question, response, top_passage)
-    if not isinstance(query, str | Query):
+    if not isinstance(query, (str, Query)):
         raise ConfigError(f"decode.query_policy={policy} returned {type(query).__name__}, not a text")
     return query if isinstance(query, Query) else join_query(query, "")
 
