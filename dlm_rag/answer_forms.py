@@ -79,12 +79,13 @@ _HASHES = re.compile(r"#{3,}")
 _TITLED = re.compile(r"(?<!#)#{3,}+[ \t]*+(?!\.\s*\Z)(\S[^\n]*)")  # copied: signs are part of it
 _STEP = re.compile(r"[ \t*_]*step[ \t]*\d", re.IGNORECASE)
 _SECTION_NAME = re.compile(
-    r"[ \t*_]*+(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence|thoughts?"
+    r"([ \t*_]++)?+(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence"
     r"|thinking|thought[ \t]process|chain[ \t]of[ \t]thought|background|context|summary|question|sources?"
     r"|references?|notes?|passages?|documents?|citations?|confidence|verification|conclusion|facts?|response"
-    r"|overview|results?|(?:the[ \t])?(?:problem|task|query)(?:[ \t]statement)?"
+    r"|overview|results?|thoughts?|(?:the[ \t])?(?:problem|task|query)(?:[ \t]statement)?"
     r"|(?:restat|rephras|understand|analy[sz])ing\b[^\n]{0,40}"
-    r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)|[^\n]{0,200}:[ \t*_]*(?:\n|\Z))",
+    r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)"
+    r"|(?(1)[^\n]{0,200}|[^\n]{1,200}):[ \t*_]*(?:\n|\Z))",
     re.IGNORECASE,
 )
 _QUESTION_LABEL = re.compile(  # or the turn of a person

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -143,7 +143,8 @@ def _choose(row: Row, proposals: Proposals) -> Proposals | None:
     """The proposals to commit in the open spans; None where these have no mask."""
     at, chosen = proposals.positions, list[Proposals]()
     for span in row.view.spans:
-        candidates = Proposals(proposals.records[slice(*at.searchsorted((span.begin, span.end)))])
+        part = slice(*at.searchsorted((span.begin, span.end)))
+        candidates = Proposals(proposals.records[part].copy())  # a rule of one's own may write into it
         if row.canvas.frozen_length is not None:  # committed ones are asked for, too
             candidates = candidates.subset(row.canvas.masked[candidates.positions])
         if len(candidates.positions):
@@ -391,8 +392,13 @@ def find_differing(ids: Sequence[int], other: Sequence[int]) -> NDArray[np.int64
     return np.arange(1 + front - len(ids), -back)
 
 
-def _check_passages(found: Any) -> SearchResult:
+def _check_passages(found: SearchResult) -> SearchResult:
     """What a retriever, maybe the user's own, has found, or the error that it is not a list of passages."""
+    if isinstance(found, Exception):
+        return found
     passages = list(found) if isinstance(found, Iterable) else [found]
-    wrong = [passage for passage in passages if not isinstance(passage, Passage)]
-    return TypeError(f"a search found {wrong[0]!r:.60}, which is not a Passage") if wrong else passages
+    for passage in passages:
+        is_one = isinstance(passage, Passage) and isinstance(passage.id, str)
+        if not (is_one and isinstance(passage.title, str) and isinstance(passage.contents, str)):
+            return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
+    return passages

@@ -51,10 +51,6 @@ class Passage(NamesRemedy):
     title: str
     contents: str
 
-    def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in (self.id, self.title, self.contents)):
-            raise TypeError(f"{self!r:.200} is not of three texts")
-
     def __repr__(self) -> str:
         return f"Passage({self.id!r}, {reprlib.repr(self.title)}, {reprlib.repr(self.contents)})"
 
