@@ -69,6 +69,7 @@ DOVER = [
     "### Answer\nDover\n### Question\nWho?\n### Answer\nParis",
     "<|begin_of_thought|>answer: Paris<|end_of_thought|>\nDover",
     "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
+    f"{LEE}\n####:\nDover\n### Note\nIt is sure.",
 ]  # fmt: skip
 OTHERS = [
     ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("Film #3 is by Ann Lee. ### Ann Lee", "Ann Lee"),
