@@ -16,7 +16,8 @@ of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a m
 last two. In a data set, $NAME is an environment variable.
 
 Each cell is a `dlm-rag evaluate` of its own, one after another; workers=auto takes all GPUs. A cell that
-fails is reported, and the others continue. The same command runs cells that are missing, or changed.
+fails is reported, and the others continue. The same command runs cells that are missing, or whose questions
+or files have changed; other settings want another --out.
 """
 
 import json

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dlm_rag.config import load_config
+from dlm_rag.config.fields import flatten_settings
 from dlm_rag.data.hub_datasets import DATA_FOLDER, FILES, SPLIT_RULES, get_local_path, list_dataset_files
 from dlm_rag.energy import format_three_digits
 from dlm_rag.errors import ConfigError
@@ -21,6 +24,7 @@ from dlm_rag.evaluation import compare
 from dlm_rag.evaluation.compare import GroupSummary, MetricsBySetting, SettingMetrics, SummaryBySetting
 from dlm_rag.evaluation.metrics import SCORE_METRICS, SHARE_METRICS, Estimate
 from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
+from dlm_rag.files.hub import ADAPTER_CONFIG
 from dlm_rag.files.paths import open_atomic_file, read_file_state, write_text_atomic
 from dlm_rag.text import replace_control_chars
 
@@ -316,9 +320,14 @@ class Cell(NamedTuple):
     def list_inputs(self) -> list[list[Any]]:
         """Each file of what the words name, a file, a folder or a data set: path, size, time (ns)."""
         written = "engine.store=", "retrieval.index_dir="  # by the cells themselves
-        texts = (word.partition("=")[2] or word for word in self.words if not word.startswith(written))
+        texts = [word.partition("=")[2] or word for word in self.words if not word.startswith(written)]
+        for name in [word for before, word in pairwise(self.words) if before == "--config"]:
+            with suppress(ConfigError):
+                texts += map(str, flatten_settings(load_config(name)).values())
         paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path
         named = {Path(path) for path in paths if os.path.exists(path)} - {self.folder}  # noqa: PTH110
+        bases = (read_json_or_empty(path / ADAPTER_CONFIG).get("base_model_name_or_path") for path in named)
+        named |= {Path(base) for base in bases if isinstance(base, str) and os.path.exists(base)}  # noqa: PTH110
         values = [word.rpartition("=")[2] for word in self.words]
         rule = next((value for value in values if value in SPLIT_RULES), "search_r1")
         for value in {*values} & {file.name for file in FILES}:

@@ -45,14 +45,9 @@ class LaidOutPrompt:
     shifted: bool = False  # as in `DenoiserConfig`
 
     @cached_property
-    def seen_by_blocks(self) -> tuple[Segment, ...]:
-        """The segments that finished blocks see."""
-        return self.context_segments[: len(self.context_segments) - self.unseen_segments]
-
-    @cached_property
     def counts_seen_by_blocks(self) -> dict[Segment, int]:
-        """These in any order, with how often each stands there."""
-        return dict(Counter(self.seen_by_blocks))
+        """The segments that finished blocks see, in any order, with how often each stands there."""
+        return dict(Counter(self.context_segments[: len(self.context_segments) - self.unseen_segments]))
 
     def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
         """Lead and canvas, whose first `finished` positions are whole finished blocks."""

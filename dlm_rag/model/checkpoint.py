@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -359,8 +359,8 @@ def merge_adapter(folder: Path) -> Path:
     return build_once(get_cache_folder() / "models" / name, build)
 
 
-def _read_scale(folder: Path, config: dict[str, Any]) -> float:
-    """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
+def _read_scale(folder: Path, config: dict[str, Any]) -> tuple[float, float]:
+    """Returns r, and alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
     place = folder / hub.ADAPTER_CONFIG
     if (kind := config.get("peft_type")) != "LORA":
         raise CheckpointError(f"{place}: peft_type={kind!r:.40} is not supported, LORA is")
@@ -370,10 +370,10 @@ def _read_scale(folder: Path, config: dict[str, Any]) -> float:
     rank, alpha = numbers = config.get("r", 0), config.get("lora_alpha", 0)
     if not all(type(value) in (int, float) and 0 < value < 2**20 for value in numbers):
         raise CheckpointError(f"{place}: r and lora_alpha must be numbers above 0")
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
-def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabulary: Any) -> None:
+def _merge_weights(folder: Path, base: Path, target: Path, scale: Sequence[float], vocabulary: Any) -> None:
     shards = stored_tensors.list_shards(base)
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as adapter:
         pairs = _list_pairs(folder / ADAPTER_WEIGHTS, list(adapter.keys()))
@@ -385,7 +385,7 @@ def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabul
                         value = file.get_tensor(name)
                         if name in pairs:
                             a, b = (adapter.get_tensor(key) for key in pairs.pop(name))
-                            value = _add_product(folder, name, value, a, b, scale)
+                            value = _add_product(folder, name, value, a, b, scale=scale)
                         is_embedding = name.endswith(("embed_tokens.weight", "lm_head.weight"))
                         if is_embedding and isinstance(vocabulary, int):
                             mean = value.float().mean(0, keepdim=True).to(value.dtype)
@@ -408,13 +408,14 @@ def _list_pairs(path: Path, names: list[str]) -> dict[str, tuple[str, str]]:
     return pairs
 
 
-def _add_product(folder: Path, name: str, value: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (len(b), a.shape[1]) != value.shape:
+def _add_product(folder: Path, name: str, value: Tensor, *pair: Tensor, scale: Sequence[float]) -> Tensor:
+    (a, b), (rank, factor) = pair, scale
+    if a.dim() != 2 or (len(a), a.shape[1]) != (rank, *value.shape[1:]) or b.shape != (len(value), rank):
         raise CheckpointError(
             f"{folder}: the adapter of {name} has the shapes {(*b.shape,)} and {(*a.shape,)}, its weight "
-            f"{(*value.shape,)}: this is an adapter of another model"
+            f"{(*value.shape,)}, and r={rank}: this is an adapter of another model"
         )
-    return (value.float() + scale * (b.float() @ a.float())).to(value.dtype)
+    return (value.float() + factor * (b.float() @ a.float())).to(value.dtype)
 
 
 def _add_mask_token(folder: Path, mask_id: Any) -> None:

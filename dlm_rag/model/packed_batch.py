@@ -44,10 +44,6 @@ class Segment:
     def __hash__(self) -> int:
         return self._hash  # a step looks at each segment of each row dozens of times
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
     @cached_property
     def block_ends(self) -> list[int]:
         length, ends = len(self.ids), range(0)

@@ -96,16 +96,26 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
         assert ("| static |" in (tmp_path / "out" / "table.md").read_text()) != fails
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch, named):
+@pytest.mark.parametrize(
+    "data", ["--dataset=bamboogle", "questions=data/bamboogle/test.jsonl", "--config mine.yaml"]
+)
+def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
-    model, questions = tmp_path / "model", tmp_path / "data" / "bamboogle" / "test.jsonl"
-    model.mkdir()
-    questions.parent.mkdir(parents=True)
-    data = "--dataset=bamboogle" if named else f"questions={questions}"
+    model, base = tmp_path / "model", tmp_path / "base"
+    questions = tmp_path / "data" / "bamboogle" / "test.jsonl"
+    for folder in (model, base, questions.parent):
+        folder.mkdir(parents=True)
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    Path("mine.yaml").write_text(f"questions: {questions}\n")
     words = {"models": {"m": f"--model {model}"}, "datasets": {"d": data}}
     file = write_benchmark(tmp_path, settings=f"limit=5 ~nobody/x {'long' * 99}", **words)
-    for changed, ran in ((questions, 1), (None, 0), (questions, 1), (model / "config.json", 1), (None, 0)):
+    weights = base / "model.safetensors", model / "config.json"
+    for changed, ran in (
+        (questions, 1),
+        (None, 0),
+        *((each, 1) for each in (questions, *weights)),
+        (None, 0),
+    ):
         if changed is not None:
             changed.write_text("{}\n" * (changed.exists() + 1))
         fake = FakeEvaluate()

@@ -69,8 +69,8 @@ def predict_causally(denoiser, laid, text, begin):
     stands after finished text is seen from the last token before `begin` on.
     """
     chain = laid.build_canvas_segment(text, len(text))
-    front, at = laid.seen_by_blocks, len(laid.canvas_prefix.ids) + begin - 1
-    late = laid.context_segments[len(front) :]
+    held, at = len(laid.context_segments) - laid.unseen_segments, len(laid.canvas_prefix.ids) + begin - 1
+    front, late = laid.context_segments[:held], laid.context_segments[held:]
     names = [n for n, segment in enumerate((*front, *late)) for _ in segment.ids]
     ids = [token for segment in (*front, *late, chain) for token in segment.ids]
     places = [segment.start + n for segment in (*front, *late, chain) for n in range(len(segment.ids))]

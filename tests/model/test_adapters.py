@@ -96,6 +96,7 @@ def test_it_is_merged_once_and_again_when_it_changes(adapter, base, caplog):
         ({"use_dora": True}, "use_dora"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"r": 0}, "lora_alpha"),
+        ({"r": 64}, "r=64"),
         ({"base_model_name_or_path": "/nowhere"}, "nowhere"),
     ],
 )

@@ -36,7 +36,7 @@ def dense_reference_states(denoiser, view):
     chain = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
     finished = chain.block_start(len(laid.canvas_prefix.ids) + view.finished_length)
     causal = denoiser.config.causal_context
-    front = len(laid.seen_by_blocks)
+    front = len(laid.context_segments) - laid.unseen_segments
     segments = [(finished * (n >= front), s) for n, s in enumerate(laid.context_segments)]
     names = [(n, at) for n, (at, s) in enumerate(segments) for _ in s.ids]
     ids = [token for _, s in segments for token in s.ids]
@@ -57,7 +57,7 @@ def dense_reference_states(denoiser, view):
     hidden = run_with_mask(
         denoiser,
         torch.tensor([*ids, *chain.ids]),
-        torch.tensor([*positions, *range(chain.start, chain.end)]),
+        torch.tensor([*positions, *range(chain.start, chain.start + len(chain.ids))]),
         torch.tensor(allowed),
     )
     ahead = denoiser.config.shifted or view.positions[0] == len(view.canvas)
