@@ -83,9 +83,8 @@ _SECTION_NAME = re.compile(
     r"|thinking|thought[ \t]process|chain[ \t]of[ \t]thought|background|context|summary|question|sources?"
     r"|references?|notes?|passages?|documents?|citations?|confidence|verification|conclusion|facts?|response"
     r"|overview|results?|thoughts?|(?:the[ \t])?(?:problem|task|query)(?:[ \t]statement)?"
-    r"|(?:restat|rephras|understand|analy[sz])ing\b[^\n]{0,40}"
-    r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)"
-    r"|(?(1)[^\n]{0,200}|[^\n]{1,200}):[ \t*_]*(?:\n|\Z))",
+    r"|(?:restat|rephras|understand|analy[sz])ing\b[^\n]{0,40}|step[ \t-]by[ \t-]step\b[^\n]{0,40})"
+    r"[ \t*_:：]*(?:\n|\Z)|(?(1)[^\n]{0,200}|[^\n]{1,200}):[ \t*_]*(?:\n|\Z))",
     re.IGNORECASE,
 )
 _QUESTION_LABEL = re.compile(  # or the turn of a person

@@ -38,6 +38,7 @@ FAILURE_METRICS = {"failed": "failed %, counted as wrong", "exact_match": "exact
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
 MOSTLY = 0.5  # share of questions above which abstaining is what is to be said
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
+READ_KEYS = "questions=", "prompt=", "model.", "retrieval."  # settings that may name what a cell reads
 CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with, and what they named
 HEADINGS = ("data set", "model", "seed", "policy", "questions", *OVERVIEW, "J/answer")
 NAMES = 4  # headings that tell cells apart
@@ -323,7 +324,8 @@ class Cell(NamedTuple):
         texts = [word.partition("=")[2] or word for word in self.words if not word.startswith(written)]
         for name in [word for before, word in pairwise(self.words) if before == "--config"]:
             with suppress(ConfigError):
-                texts += map(str, flatten_settings(load_config(name)).values())
+                read = {f"{key}=": str(value) for key, value in flatten_settings(load_config(name)).items()}
+                texts += [read[key] for key in read if key.startswith(READ_KEYS) and key not in written]
         paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path
         named = {Path(path) for path in paths if os.path.exists(path)} - {self.folder}  # noqa: PTH110
         bases = (read_json_or_empty(path / ADAPTER_CONFIG).get("base_model_name_or_path") for path in named)

@@ -106,7 +106,7 @@ def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch, data)
     for folder in (model, base, questions.parent):
         folder.mkdir(parents=True)
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    Path("mine.yaml").write_text(f"questions: {questions}\n")
+    Path("mine.yaml").write_text(f"questions: {questions}\nengine: {{store: out}}\n")  # which cells write
     words = {"models": {"m": f"--model {model}"}, "datasets": {"d": data}}
     file = write_benchmark(tmp_path, settings=f"limit=5 ~nobody/x {'long' * 99}", **words)
     weights = base / "model.safetensors", model / "config.json"
