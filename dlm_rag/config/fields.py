@@ -180,10 +180,10 @@ def fill_unset(settings: Settings, own: Mapping[str, Any]) -> Settings:
 def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
     """The values of settings by their dotted keys."""
     found: dict[str, Any] = {}
-    for key, name in [(prefix + item.name, item.name) for item in dataclasses.fields(settings)]:
-        found[key] = value = getattr(settings, name)
-        if dataclasses.is_dataclass(value):
-            found |= flatten_settings(found.pop(key), f"{key}.")
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
+        is_section = dataclasses.is_dataclass(value)
+        found |= flatten_settings(value, f"{key}.") if is_section else {key: value}
     return found
 
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -322,8 +321,8 @@ class Cell(NamedTuple):
         """Each file of what the words name, a file, a folder or a data set: path, size, time (ns)."""
         written = "engine.store=", "retrieval.index_dir="  # by the cells themselves
         texts = [word.partition("=")[2] or word for word in self.words if not word.startswith(written)]
-        for name in [word for before, word in pairwise(self.words) if before == "--config"]:
-            with suppress(ConfigError):
+        for name in [text for text in texts if text.endswith((".yaml", ".yml"))]:
+            with suppress(ConfigError):  # the cell itself will say so
                 read = {f"{key}=": str(value) for key, value in flatten_settings(load_config(name)).items()}
                 texts += [read[key] for key in read if key.startswith(READ_KEYS) and key not in written]
         paths = map(os.path.expanduser, texts)  # as os.path does: no error for words that are no path

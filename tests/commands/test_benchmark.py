@@ -97,7 +97,13 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "data", ["--dataset=bamboogle", "questions=data/bamboogle/test.jsonl", "--config mine.yaml"]
+    "data",
+    [
+        "--dataset=bamboogle",
+        "questions=data/bamboogle/test.jsonl",
+        "--config mine.yaml",
+        "--config=mine.yaml",
+    ],
 )
 def test_a_cell_whose_files_have_changed_runs_again(tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
