@@ -70,7 +70,8 @@ def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, s
     laid = lay_out_prompt(PROMPT, DenoiserConfig(300, shifted=shifted, passage_length=SPAN), layout)
     segments = [*laid.context_segments, laid.canvas_prefix]
     assert sorted(token for s in segments for token in s.ids) == sorted(PROMPT.ids)
-    assert laid.canvas_prefix.end == (SPAN + 5 if layout in APART else 10), "where the canvas starts"
+    canvas_start = laid.canvas_prefix.start + len(laid.canvas_prefix.ids)
+    assert canvas_start == (SPAN + 5 if layout in APART else 10)
     if layout not in ("joint", "parallel"):
         assert len(laid.canvas_prefix.ids) == shifted, (
             "the row that predicts the first canvas token runs with it"
