@@ -31,10 +31,16 @@ from dlm_rag.engine.runner import (
     sample_proposals,
 )
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import LaidOutRow, RowInput
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import SharedContext, make_consecutive_ranges, pack_rows, to_device
+from dlm_rag.model.packed_batch import (
+    LaidOutRow,
+    RowInput,
+    SharedContext,
+    make_consecutive_ranges,
+    pack_rows,
+    to_device,
+)
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Query, Ranking

@@ -29,11 +29,11 @@ from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
-from dlm_rag.model import attention
-from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model import layers
+from dlm_rag.model.packed_batch import RowInput, Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
@@ -144,9 +144,9 @@ def inspect_machine(record: PartRecord) -> None:
     device, stamp = prepared.device, prepared.stamp()
     facts = stamp["machines"][0] | {f"{name} (version)": n for name, n in stamp["versions"].items()}
     facts["arithmetic"] = str(prepared.dtype).removeprefix("torch.")
-    for name in (*attention.ATTENTION_BACKENDS, "indexed"):
-        problem = attention.get_backend_problem(name, device, prepared.dtype)
-        facts[f"kernel {name}"] = problem or attention.describe_kernel_version(name)
+    for name in (*layers.ATTENTION_BACKENDS, "indexed"):
+        problem = layers.get_backend_problem(name, device, prepared.dtype)
+        facts[f"kernel {name}"] = problem or layers.describe_kernel_version(name)
     facts["memory free, GiB"] = measure_free_bytes(device) / GIB
     facts["default pool, GiB"] = default_pool_bytes(device) / GIB
     text = f"Commit {stamp['commit']}, {stamp['date']}."
@@ -242,7 +242,7 @@ def measure_full_batches(record: PartRecord, shape: str, expected: Expected, ste
         decoder = open_decoder("auto", "", "")
         record.profile_call(lambda: decoder.decode(questions[:16], batch_size=16, overlap="none"))
 
-    works = not attention.get_backend_problem("indexed", prepared.device, prepared.dtype)
+    works = not layers.get_backend_problem("indexed", prepared.device, prepared.dtype)
     for *way, overlaps in FULL_WAYS:
         kernel, graphs, order = way
         if (kernel == "indexed" and not works) or (order and not shape):  # which has blocks of its own
@@ -375,7 +375,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> TableRow:
     count = sum(len(run.ids) for run in runs)
     q, k, v = (torch.randn(count, heads, 128).to(dtype) for heads in (28, 4, 4))
     seen = pack_rows(runs, torch.device("cpu")).attention_metadata
-    right = attention.compute_attention(q.double(), k.double(), v.double(), seen, "sdpa")
+    right = layers.compute_attention(q.double(), k.double(), v.double(), seen, "sdpa")
     places = torch.randperm(2 * count)[:count]
     memory = torch.full((2, 2 * count, *k.shape[1:]), torch.nan, dtype=dtype)
     memory[:, places] = torch.stack((k, v))
@@ -383,7 +383,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> TableRow:
 
     def attend(rows: list[Segment], part: slice) -> torch.Tensor:
         sight = replace(pack_rows(rows, device).attention_metadata, key_places=there[part])
-        return attention.compute_attention(queries[part], held[0], held[1], sight, "indexed")
+        return layers.compute_attention(queries[part], held[0], held[1], sight, "indexed")
 
     found, third = attend(runs, slice(None)), slice(38, 338)
     alone = torch.equal(attend(runs[2:3], third), found[third])
@@ -423,7 +423,7 @@ def compare_ways(record: PartRecord, dtype: str, ways: dict[str, Any], questions
     asked = replay.select_evenly(gather_questions(config, []), questions)
     prepared = prepare_decoder(config, asked)
     source = replay.open_checkpoint_source(prepared)
-    indexed = not attention.get_backend_problem("indexed", prepared.device, prepared.dtype)
+    indexed = not layers.get_backend_problem("indexed", prepared.device, prepared.dtype)
 
     @cache
     def decode(way: str) -> list[Rollout]:

@@ -97,7 +97,7 @@ def record_with_torch_profiler(target: Path, words: list[str], first: int, last:
 
 def describe_session() -> dict[str, str | int | None]:
     """The code and the machine of a session, with the kernel that programs choose here."""
-    from dlm_rag.model.attention import choose_backend
+    from dlm_rag.model.layers import choose_backend
 
     device = choose_device("auto")
     kernel = choose_backend("auto", device, choose_dtype("auto", device))

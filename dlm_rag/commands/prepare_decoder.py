@@ -209,8 +209,8 @@ def prepare_decoder(
     from dlm_rag.engine.runner import check_step_graphs, check_unread_settings
     from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
-    from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.checkpoint import open_checkpoint
+    from dlm_rag.model.layers import choose_backend
     from dlm_rag.model.quantize import check_quantize
 
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)

@@ -30,13 +30,12 @@ from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
 from dlm_rag.engine.runner import ModelRunner, gather_proposals
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
-from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser import HostedDenoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import require_key
-from dlm_rag.model.packed_batch import to_device
+from dlm_rag.model.packed_batch import RowInput, to_device
 from dlm_rag.model.stored_tensors import Family, NamedShapes
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform

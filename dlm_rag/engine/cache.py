@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.engine.store import EvidenceStore
-from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import Attention, apply_rope
-from dlm_rag.model.packed_batch import MemoryRows, Places, Segment, pack_rows, to_device
+from dlm_rag.model.packed_batch import MemoryRows, Places, RowInput, Segment, pack_rows, to_device
 
 PREFILL_TOKENS = 8192  # of new segments that run in one call of their own, and those of one segment more
 MAX_JOINT_TOKENS = 65536  # of new segments that run in the same call as the rows

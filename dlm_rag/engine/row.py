@@ -17,8 +17,9 @@ from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, Span, cite_passages
 from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.rules import Proposals, find_rule
-from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import Evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import LaidOutPrompt
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.base import resolve_query_threshold

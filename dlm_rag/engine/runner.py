@@ -18,12 +18,12 @@ from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantil
 from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import RowInput, check_kept_evidence
+from dlm_rag.evidence.prompt_segments import check_kept_evidence
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser, count_head_flops
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import is_autocast
-from dlm_rag.model.packed_batch import PackedRows, pack_rows, start_gather, to_device
+from dlm_rag.model.packed_batch import PackedRows, RowInput, pack_rows, start_gather, to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import format_bytes
 from dlm_rag.retrieval.corpus import Passage

@@ -22,14 +22,8 @@ from dlm_rag.engine.row import Canvas, OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.errors import QuestionError, UserError
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    Evidence,
-    LaidOutPrompt,
-    RowInput,
-    fit_passages,
-    lay_out_prompt,
-)
+from dlm_rag.evidence.prompt_segments import ContextBudget, Evidence, fit_passages, lay_out_prompt
+from dlm_rag.model.packed_batch import LaidOutPrompt, RowInput
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval import base
 from dlm_rag.retrieval.corpus import Passage

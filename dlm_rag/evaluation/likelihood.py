@@ -26,10 +26,10 @@ from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, lay_out_prompt, truncate_evidence
+from dlm_rag.evidence.prompt_segments import ContextBudget, lay_out_prompt, truncate_evidence
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import to_host
+from dlm_rag.model.packed_batch import LaidOutRow, to_host
 from dlm_rag.progress import track_progress
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt

@@ -6,10 +6,9 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import SharedContext, make_consecutive_ranges, pack_rows
+from dlm_rag.model.packed_batch import LaidOutRow, SharedContext, make_consecutive_ranges, pack_rows
 
 
 def encode_canvases(

@@ -32,9 +32,9 @@ from dlm_rag.files import hub
 from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
 from dlm_rag.files.paths import digest_file, get_cache_folder
 from dlm_rag.model import stored_tensors
-from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig, compute_rope_frequencies
 from dlm_rag.model.families import BLOCK_SIZE_KEY, find_family, find_mask_token_id
-from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
+from dlm_rag.model.layers import list_tensor_shapes
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_tensors import INDEX_FILE, WEIGHTS_FILE, Family, TensorSource, TensorSources
 from dlm_rag.progress import report_progress

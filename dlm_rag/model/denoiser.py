@@ -9,9 +9,9 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model import layers
-from dlm_rag.model.attention import choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig
-from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, map_arrays, pack_rows
+from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, compute_rope_frequencies
+from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, pack_rows
 from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
 from dlm_rag.nvtx_ranges import profile_layer
 
@@ -96,7 +95,7 @@ class Denoiser(layers.TransformerWeights):
     def set_rope_theta(self, theta: float) -> None:
         """Gives the rotary positions another base, as before training on longer contexts."""
         self.config = replace(self.config, rope_theta=theta)
-        frequencies, self.rope_gain = layers.compute_rope_frequencies(self.config)
+        frequencies, self.rope_gain = compute_rope_frequencies(self.config)
         if not self.embed_tokens.weight.is_meta:
             frequencies = frequencies.to(self.device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
@@ -140,7 +139,7 @@ class Denoiser(layers.TransformerWeights):
         device, *others = devices = list_devices(device_map) or [named]
         if isinstance(dtype, str):
             dtype = choose_dtype(dtype, device)
-        choose_backend(attention, device, dtype, checkpoint.config.causal_context)
+        layers.choose_backend(attention, device, dtype, checkpoint.config.causal_context)
         check_quantize(quantize, checkpoint.config, dtype)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
@@ -210,7 +209,9 @@ class Denoiser(layers.TransformerWeights):
     @property
     def backend(self) -> str:
         """The attention kernel in use, as stamped on results."""
-        return choose_backend(self.attention, self.device, self.compute_dtype, self.config.causal_context)
+        return layers.choose_backend(
+            self.attention, self.device, self.compute_dtype, self.config.causal_context
+        )
 
     def compile_layers(self) -> None:
         """Compiles what comes before and after attention, once for all lengths; only rounding changes."""
@@ -361,6 +362,30 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(move_to_device(part, device) for part in value)
     return map_arrays(value, lambda tensor: tensor.to(device))
+
+
+def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rows, or what holds them, with every array or tensor changed once; what was one object stays one."""
+    made: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        if id(value) in made:
+            return made[id(value)]
+        if isinstance(value, np.ndarray | Tensor):
+            found = change(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            own = {item.name: visit(getattr(value, item.name)) for item in fields(value) if item.init}
+            found = replace(value, **own)
+        elif isinstance(value, dict):
+            found = {name: visit(part) for name, part in value.items()}
+        elif isinstance(value, tuple) and value and isinstance(value[0], np.ndarray | Tensor):
+            found = tuple(map(visit, value))
+        else:
+            return value
+        made[id(value)] = found
+        return found
+
+    return visit(value)
 
 
 def _choose_saved(context: Any, op: Any, *inputs: Any, **options: Any) -> Any:

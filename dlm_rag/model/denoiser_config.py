@@ -1,6 +1,6 @@
-"""The architecture as numbers, and the layouts of evidence.
+"""The architecture as numbers, rotary frequencies, and the layouts of evidence.
 
-These say where the tokens of a prompt stand, and what stays valid when the evidence changes:
+Layouts say where the tokens of a prompt stand, and what stays valid when the evidence changes:
 
     joint         the prompt runs with the canvas: every token sees every other
     prefix        the prompt sees itself alone: valid until any passage of it changes
@@ -249,3 +249,26 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
         value = scaling.get(key)
         holds = isinstance(value, int | float) and not isinstance(value, bool) and 1e-37 < value < 1e38
         _require(holds, f"rope_scaling: {key}={value!r:.60} must be a number above 0 that float32 can hold")
+
+
+def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Any, float]:
+    """Inverse frequencies (`rotary_dim` / 2,) in float32 and the gain on cos and sin, on the CPU."""
+    import torch
+
+    scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != QUERY_SCALE_KEY}
+    kind = scaling.get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
+        return 1.0 / config.rope_theta**steps, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    llama = LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim, head_dim=config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={**scaling, "rope_theta": config.rope_theta},
+    )  # fmt: skip
+    with torch.device("cpu"):  # the caller may be building on the meta device
+        frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return frequencies.float(), float(gain)

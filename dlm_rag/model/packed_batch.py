@@ -7,8 +7,9 @@ What rows see before their own tokens: in training parts of an earlier call that
 (`SharedContext`); in decoding places of a memory that stays from step to step (`MemoryRows`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16  # bytes; what is read as wide numbers must begin at a multiple of them
 Places = NDArray[np.int64]  # of tokens in a memory
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
+UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
 
 
 @dataclass
@@ -80,6 +82,116 @@ class Segment:
         head = [self.slice_tokens(0, self.causal)] * (self.causal > 0)
         ends = [self.causal, *(end for end in self.block_ends if end > self.causal)]
         return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
+
+
+@dataclass
+class LaidOutPrompt:
+    """A prompt laid out."""
+
+    context_segments: tuple[Segment, ...]  # that see themselves alone
+    canvas_prefix: Segment  # the lead, which runs before the canvas, in one chain with it
+    first_block_length: int = 0  # tokens of the chain's first block
+    block_size: int | None = None  # and of each after it; None: one block
+    unseen_segments: int = 0  # as many of the last segments stand after the finished blocks
+    predicts_next_block: bool = False  # whether the last token of a block predicts the first of the next
+    complete_last_block: bool = False  # whether the last block must be whole
+    causal_context: bool = False  # whether all before the current block is causal
+    shifted: bool = False  # as in `DenoiserConfig`
+
+    @cached_property
+    def counts_seen_by_blocks(self) -> dict[Segment, int]:
+        """The segments that finished blocks see, in any order, with how often each stands there."""
+        return dict(Counter(self.context_segments[: len(self.context_segments) - self.unseen_segments]))
+
+    def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
+        """Lead and canvas, whose first `finished` positions are whole finished blocks."""
+        lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
+        ids, causal = (*lead.ids, *canvas), (at + finished) * self.causal_context
+        return Segment(ids, lead.start, self.first_block_length, self.block_size, causal)
+
+    def block_bounds(self, position: int) -> tuple[int, int]:
+        """Start and end on the canvas of a position's block; the former is below 0 if in the prompt."""
+        lead = len(self.canvas_prefix.ids)
+        if self.block_size is None:
+            return 0, UNBOUNDED_POSITION
+        after = lead + position - self.first_block_length
+        if after < 0:
+            return -lead, self.first_block_length - lead
+        begin = position - after % self.block_size
+        return begin, begin + self.block_size
+
+    def round_up_canvas(self, least: int) -> int:
+        """Of a canvas of at least so many positions, with its last block as it must be."""
+        return self.block_bounds(least - 1)[1] if self.complete_last_block else least
+
+    def build_row(self, canvas: Sequence[int], finished: int, shifted: bool) -> "LaidOutRow":
+        """The canvas at a moment when its first `finished` positions are whole finished blocks."""
+        chain, at = self.build_canvas_segment(canvas, finished), len(self.canvas_prefix.ids)
+        if not finished or not self.unseen_segments:
+            before = finished if self.predicts_next_block and not shifted else None
+            return LaidOutRow(self.context_segments, chain, at - shifted, before)
+        assert self.block_size is not None and not shifted, "this is for blocks that predict themselves"
+        question, *passages = self.context_segments
+        stands, block = at + finished, self.block_size
+        ids = (*question.ids, *chain.ids[:stands])
+        text = Segment(ids, question.start, len(question.ids), block, causal=len(ids) * self.causal_context)
+        window = Segment(chain.ids[stands:], chain.start + stands, block, block)
+        return LaidOutRow((text, *passages), window, -finished)
+
+
+@dataclass
+class RowInput:
+    """What a model is shown of a row that is to take a step, and asked about it."""
+
+    row: int  # its ticket: what is kept for it is kept under this number
+    laid_out_prompt: LaidOutPrompt
+    canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
+    # Those to propose for, ascending; (length,) alone: the masked one behind.
+    # Below 0, from the last on, those of the lead.
+    positions: NDArray[np.int64]
+    temperature: float = 0.0
+    # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
+    quantiles: NDArray[np.float64] | None = None
+    soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
+    needs_entropy: bool = False  # whether entropy and margin are wanted
+    finished_length: int = 0  # positions in front that are whole blocks and change no more
+    barred: NDArray[np.bool_] | None = None  # (V,) tokens that may not stand at the first position
+    chain: Segment = field(init=False)  # lead and canvas
+    states: NDArray[np.int64] = field(init=False)  # (n,) places in it of what predicts the positions
+
+    def __post_init__(self) -> None:
+        laid, at = self.laid_out_prompt, self.positions
+        self.chain = laid.build_canvas_segment(self.canvas.tolist(), self.finished_length)
+        before = laid.shifted or (len(at) > 0 and at[-1] >= len(self.canvas))
+        self.states = at + (len(laid.canvas_prefix.ids) - bool(before))
+
+    @property
+    def finished_tokens(self) -> int:
+        """Tokens of the chain in whole blocks that change no more."""
+        return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
+
+    @property
+    def training_row(self) -> "LaidOutRow":
+        """The same up to the end of the current block, as one run after what sees itself alone."""
+        laid, finished = self.laid_out_prompt, self.finished_length
+        canvas = self.canvas[: laid.block_bounds(finished)[1]].tolist()
+        return laid.build_row(canvas, finished, laid.shifted)
+
+
+@dataclass(frozen=True)
+class LaidOutRow:
+    """One moment of a row, as it is trained on: what sees itself alone, and the run that sees all of it."""
+
+    context_segments: tuple[Segment, ...]
+    canvas_segment: Segment
+    # Where in the run the state stands that predicts the first canvas position; below 0 where finished
+    # blocks are part of the context.
+    canvas_start: int
+    from_before: int | None = None  # the one position that the state before it predicts, not its own
+
+    def find_state(self, position: int) -> int:
+        """Where in the run the state stands that predicts a canvas position."""
+        return self.canvas_start + position - (position == self.from_before)
 
 
 @dataclass(frozen=True)
@@ -230,30 +342,6 @@ class PackedRows:
         if self.context is None:
             return k, v
         return self.context.extend(layer, k, v, self.context_tensors)
-
-
-def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rows, or what holds them, with every array or tensor changed once; what was one object stays one."""
-    made: dict[int, Any] = {}
-
-    def visit(value: Any) -> Any:
-        if id(value) in made:
-            return made[id(value)]
-        if isinstance(value, np.ndarray | Tensor):
-            found = change(value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            own = {item.name: visit(getattr(value, item.name)) for item in fields(value) if item.init}
-            found = replace(value, **own)
-        elif isinstance(value, dict):
-            found = {name: visit(part) for name, part in value.items()}
-        elif isinstance(value, tuple) and value and isinstance(value[0], np.ndarray | Tensor):
-            found = tuple(map(visit, value))
-        else:
-            return value
-        made[id(value)] = found
-        return found
-
-    return visit(value)
 
 
 def pack_rows(

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, fit_passages, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
+from dlm_rag.model.packed_batch import LaidOutRow
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer

@@ -26,10 +26,9 @@ from dlm_rag.cli import parse_int
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.packed_batch import LaidOutRow, Segment
 
 TIMEOUT = timedelta(minutes=10)  # that a process waits for another
 # What gloo, NCCL and torch's store say only of a lost process.

@@ -29,9 +29,9 @@ from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import bar_tokens, collect_bars
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.packed_batch import to_device
+from dlm_rag.model.packed_batch import LaidOutRow, to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import pick_shuffled

@@ -27,7 +27,8 @@ from dlm_rag import Denoiser, Tokenizer, read_trace
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.evaluation.metrics import compute_support_recall, estimate_difference, score_rollout
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutPrompt, fit_passages, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt
+from dlm_rag.model.packed_batch import LaidOutPrompt
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.text import split_words

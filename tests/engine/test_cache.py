@@ -12,11 +12,11 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVCache, KVMemory, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
-from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
+from dlm_rag.model.layers import _KERNELS
+from dlm_rag.model.packed_batch import LaidOutPrompt, MemoryRows, RowInput, Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
 from tests.support.attention import ragged_kernel

@@ -15,8 +15,8 @@ import dlm_rag
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner, StepGraphs, round_up_size
-from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
-from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.model.packed_batch import MemoryRows, RowInput, Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.support.tiny_models import tiny_denoiser
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn.attention.varlen as of_torch
 
-from dlm_rag.model import attention
+from dlm_rag.model import layers
 from tests.fake_cuda.device import CUDA
 
 
@@ -60,22 +60,22 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         assert limits is None or limits.shape == q.shape[:1]
         return q + 0 * (k.mean() + v.mean())
 
-    module = ModuleType(attention.FLASH_MODULE)
-    module.__spec__ = ModuleSpec(attention.FLASH_MODULE, None)
+    module = ModuleType(layers.FLASH_MODULE)
+    module.__spec__ = ModuleSpec(layers.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
-    package = {attention.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
+    package = {layers.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
     ours = {"dlm_rag.model.indexed_attention": SimpleNamespace(attend_by_index=of_index)}
-    spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
+    spied = {name: known(name, kernel) for name, kernel in layers._KERNELS.items()}
     with (
-        mock.patch.dict(attention._KERNELS, spied),
-        mock.patch.object(attention, "attend_flex", of_flex),
-        mock.patch.object(attention, "build_flex_mask", attention.build_dense_mask),
+        mock.patch.dict(layers._KERNELS, spied),
+        mock.patch.object(layers, "attend_flex", of_flex),
+        mock.patch.object(layers, "build_flex_mask", layers.build_dense_mask),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
         mock.patch.dict(sys.modules, ours | (package if flash else {})),
-        mock.patch.object(attention, "find_spec", lambda name: name),  # Triton is there
-        mock.patch.object(attention, "version", lambda package: "2.8.3"),
-        mock.patch.object(attention, "_has_flash_attn", lambda: flash),
+        mock.patch.object(layers, "find_spec", lambda name: name),  # Triton is there
+        mock.patch.object(layers, "version", lambda package: "2.8.3"),
+        mock.patch.object(layers, "_has_flash_attn", lambda: flash),
     ):
         yield calls
 

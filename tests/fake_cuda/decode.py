@@ -14,10 +14,11 @@ from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_deco
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.diffusion_gemma.decoding import DiffusionGemma
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family
+from dlm_rag.model.packed_batch import RowInput
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.specs import KNOWN_CHECKPOINTS

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dlm_rag
-from dlm_rag.model import attention
+from dlm_rag.model import layers
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(dlm_rag.__file__).parent)
@@ -244,7 +244,7 @@ def _patched(capability: tuple[int, int], count: int, stream: "_Stream") -> Iter
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
-        for function in (attention.get_backend_problem, attention._first_working):
+        for function in (layers.get_backend_problem, layers._first_working):
             function.cache_clear()
             stack.callback(function.cache_clear)
         yield

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.engine.cache import KVMemory
-from dlm_rag.model import attention
-from dlm_rag.model.attention import compute_attention
+from dlm_rag.model import layers
+from dlm_rag.model.layers import compute_attention
 from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
 from tests.support.tiny_models import tiny_denoiser
@@ -161,10 +161,10 @@ def test_the_mask_of_flex_attention_is_the_dense_one(monkeypatch):
     dense = compute_attention(q, k, v, sight, "sdpa")
 
     def attend_as_on_a_gpu(q, k, v, limits, masks, name):
-        taken.append(attention.build_flex_mask(limits, q, k))
-        return attention.attend_flex(q, k, v, taken[-1])
+        taken.append(layers.build_flex_mask(limits, q, k))
+        return layers.attend_flex(q, k, v, taken[-1])
 
-    monkeypatch.setattr(attention, "attend_masked", attend_as_on_a_gpu)
+    monkeypatch.setattr(layers, "attend_masked", attend_as_on_a_gpu)
     with torch.no_grad():
         flex = compute_attention(q, k, v, replace(sight), "sdpa")
     torch.testing.assert_close(flex, dense)
@@ -184,12 +184,12 @@ def test_a_gpu_never_computes_grouped_heads_under_a_mask_with_sdpa(monkeypatch, 
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(attention, "build_flex_mask", lambda *_: "mask")
-    monkeypatch.setattr(attention, "attend_flex", lambda q, k, v, mask: calls.append(mask) or q)
+    monkeypatch.setattr(layers, "build_flex_mask", lambda *_: "mask")
+    monkeypatch.setattr(layers, "attend_flex", lambda q, k, v, mask: calls.append(mask) or q)
     monkeypatch.setattr(
-        attention.F, "scaled_dot_product_attention",
+        layers.F, "scaled_dot_product_attention",
         lambda q, k, v, mask, enable_gqa: calls.append((k.shape[1], enable_gqa)) or q,
     )  # fmt: skip
     q, k, v = torch.zeros(1, 4, 5, width).as_subclass(OnGpu), *torch.zeros(2, 1, 2, 5, width)
-    attention.attend_masked(q, k, v, torch.arange(1, 6)[None], {}, "rule")
+    layers.attend_masked(q, k, v, torch.arange(1, 6)[None], {}, "rule")
     assert calls == (["mask"] if width == 32 else [(4, False)])

@@ -9,7 +9,8 @@ from dlm_rag.engine.cache import MAX_JOINT_TOKENS
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.model.packed_batch import RowInput
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
 from tests.support.block_attention import (

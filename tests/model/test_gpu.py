@@ -21,7 +21,7 @@ from dlm_rag.engine.cache import KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
-from dlm_rag.model.attention import ATTENTION_BACKENDS, compute_attention, get_backend_problem
+from dlm_rag.model.layers import ATTENTION_BACKENDS, compute_attention, get_backend_problem
 from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from dlm_rag.model.quantize import _quantize_linear
 from dlm_rag.questions import read_questions

@@ -7,8 +7,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.layers import _KERNELS
 from dlm_rag.model.packed_batch import AttentionMetadata, Segment, pack_rows
 
 

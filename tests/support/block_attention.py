@@ -7,8 +7,9 @@ import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.packed_batch import RowInput
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.tokenizer.prompts import PromptTemplate

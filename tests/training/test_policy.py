@@ -20,9 +20,8 @@ from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
 from dlm_rag.engine import policy
 from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold, select_left_to_right
 from dlm_rag.engine.runner import gather_proposals, sample_proposals
-from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.packed_batch import LaidOutRow, Segment
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
