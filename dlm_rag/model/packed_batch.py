@@ -1,4 +1,4 @@
-"""Packed rows: what one call of the denoiser runs over, and what each row sees.
+"""Rows as the model is shown them, and packed: what one call runs over, and what each row sees.
 
 Rows follow one another without padding. All that a call needs to know about them (ids, positions, where
 rows end, where keys go) is made on the host and goes to the device in one copy.
