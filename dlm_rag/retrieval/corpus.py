@@ -163,7 +163,7 @@ class Corpus(Sequence[Passage]):
 
     def check_unchanged(self) -> None:
         """Raises `CorpusError` where the file holds other bytes than it did; new times alone do no harm."""
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(self._file.fileno())  # an open file stays the same one: its identity needs no look
         if [found.st_size, found.st_mtime_ns, found.st_ctime_ns] == self._hashed[:3]:
             return
         with self._lock:
